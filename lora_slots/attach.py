@@ -1,0 +1,101 @@
+"""Give the chosen base layers slots by swapping their class, and undo it."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._dynamo import OptimizedModule
+
+from lora_slots.errors import ArgumentError, AttachError
+from lora_slots.layers import kind_of
+from lora_slots.layers.swap import add_slots, has_slots, remove_slots
+from lora_slots.layout import Layout, Target
+from lora_slots.refusals import is_compiled, refuse_fast_path, refuse_unattachable
+
+
+def unwrap(model: object) -> nn.Module:
+    """The module behind ``torch.compile``'s wrapper, or the model itself.
+
+    Raises:
+        ArgumentError: ``model`` is not an `nn.Module`.
+    """
+    while isinstance(model, OptimizedModule):
+        model = model._orig_mod
+    if not isinstance(model, nn.Module):
+        raise ArgumentError(f"model must be an nn.Module, got {type(model).__name__}")
+    return model
+
+
+def attach(layout: Layout, *, rows: int, dtype: torch.dtype | None) -> None:
+    """Give every target module of ``layout`` slots of ``rows`` rows in all.
+
+    Either all get them or, if something raises, none.
+
+    Raises:
+        AttachError: The model is in a state in which slots would be ignored or are not supported.
+    """
+    for target in layout:
+        refuse_unattachable(target)
+    refuse_fast_path(layout)
+    made = []
+    for target in layout:
+        kind = kind_of(target.module)
+        assert kind is not None
+        made.append(
+            kind.slot_layer(
+                target.in_features,
+                target.out_features,
+                rows,
+                dtype=dtype or _compute_dtype(target),
+                device=_device(target),
+            )
+        )
+    try:
+        for target, slots in zip(layout, made, strict=True):
+            slots.train(target.module.training)
+            add_slots(target.module, slots)
+    except BaseException:
+        detach(layout)
+        raise
+
+
+def detach(layout: Layout) -> None:
+    """Take the slots of all target modules away; the model is as it came."""
+    for target in layout:
+        if has_slots(target.module):
+            remove_slots(target.module)
+
+
+def warn_if_compiled(model: nn.Module) -> None:
+    """Warn that a model that is compiled already will be compiled once more."""
+    if any(is_compiled(module) for module in model.modules()):
+        warnings.warn(
+            "the model was compiled before it got slots, so its next call compiles it once more; "
+            "build the SlotManager before torch.compile to avoid that",
+            stacklevel=3,
+        )
+
+
+def _compute_dtype(target: Target) -> torch.dtype:
+    dtype = target.weight.dtype
+    if not dtype.is_floating_point or dtype.itemsize < 2:
+        dtype = getattr(target.module, "compute_dtype", None) or dtype
+    if not dtype.is_floating_point or dtype.itemsize < 2:
+        raise AttachError(
+            f"{target.path} stores its weight as {dtype} and does not say in which dtype it "
+            "computes; build the SlotManager with dtype="
+        )
+    return dtype
+
+
+def _device(target: Target) -> torch.device:
+    """Where the layer computes: accelerate keeps offloaded weights on meta until needed."""
+    weight: Tensor = target.weight
+    hook: Any = vars(target.module).get("_hf_hook")
+    execution_device = getattr(hook, "execution_device", None)
+    if weight.is_meta and execution_device is not None:
+        return torch.device(execution_device)
+    return weight.device

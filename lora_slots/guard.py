@@ -1,0 +1,113 @@
+"""The guard that turns a recompile, or a silent fall back to eager, into an error."""
+
+from __future__ import annotations
+
+import re
+import threading
+import traceback
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+import torch._dynamo
+from torch import Tensor
+from torch._C._dynamo.eval_frame import get_eval_frame_callback
+from torch._dynamo.callback import CallbackArgs, CallbackTrigger, callback_handler
+from torch._dynamo.exc import RecompileError as DynamoRecompileError
+
+from lora_slots.errors import RecompileError
+from lora_slots.layers import SlotLayer
+from lora_slots.layers.watch import listen
+from lora_slots.layout import Layout
+
+_FAILED_GUARD = re.compile(r"^\s*- (?:\d+/\d+: )?(?P<guard>.+?)(?:\s+# .*)?$", re.MULTILINE)
+
+
+@contextmanager
+def no_recompile(layout: Layout, *, allow_first: bool = False) -> Iterator[None]:
+    """Raise where code is compiled, or compiled code is abandoned, in the calling thread.
+
+    Args:
+        layout: The target modules whose slots are watched.
+        allow_first: Whether code that was never compiled may be compiled.
+
+    Raises:
+        RecompileError: A guard failed; compiled code fell back to eager; code was compiled for the
+            first time where that was not allowed; or the storage of a slot's buffer changed.
+    """
+    storage = _storage(layout)
+    compiled: list[str] = []
+    thread = threading.get_ident()
+
+    def on_compile(args: CallbackArgs) -> None:
+        if threading.get_ident() == thread and args.callback_trigger == CallbackTrigger.DYNAMO:
+            compiled.append(_caller())
+
+    def on_eager_run(layer: SlotLayer) -> None:
+        # Dynamo leaves a callback in place for what a compiled call runs; False: it gave up on it.
+        if get_eval_frame_callback() is not None:
+            raise RecompileError(
+                f"the slot of {_path_of(layer, layout)} ran eagerly inside a compiled call: "
+                "Dynamo gave up on that code, most likely at "
+                "torch._dynamo.config.recompile_limit; find what "
+                'changes with TORCH_LOGS="recompiles", or raise the limit'
+            )
+
+    callback_handler.register_start_callback(on_compile)
+    try:
+        with torch._dynamo.config.patch(error_on_recompile=True), listen(on_eager_run):
+            yield
+    except DynamoRecompileError as error:
+        raise _explained(error) from error
+    finally:
+        callback_handler.remove_start_callback(on_compile)
+    if compiled and not allow_first:
+        raise RecompileError(
+            f"{len(compiled)} graphs were compiled where none may be, the first for "
+            f"{compiled[0]}; run the model once before, or pass allow_first=True if it was never "
+            "compiled"
+        )
+    _check_storage(storage, layout)
+
+
+def _explained(error: DynamoRecompileError) -> RecompileError:
+    text = str(error)
+    match = _FAILED_GUARD.search(text)
+    guard = match["guard"].strip() if match else None
+    what = text.splitlines()[0].strip()
+    return RecompileError(f"{what}; the guard that failed: {guard}", guard)
+
+
+def _caller() -> str:
+    """The innermost line outside of torch that led to a compilation."""
+    for frame in reversed(traceback.extract_stack()):
+        if "/torch/" not in frame.filename and "/lora_slots/" not in frame.filename:
+            return f"{frame.filename}:{frame.lineno} in {frame.name}"
+    return "an unknown caller"
+
+
+def _path_of(layer: SlotLayer, layout: Layout) -> str:
+    return next((target.path for target in layout if target.slots is layer), "another model")
+
+
+def _storage(layout: Layout) -> dict[str, tuple[int, torch.device]]:
+    return {
+        name: (buffer.data_ptr(), buffer.device) for name, buffer in _named_buffers(layout).items()
+    }
+
+
+def _named_buffers(layout: Layout) -> Mapping[str, Tensor]:
+    return {
+        f"{target.path}.{name}": buffer
+        for target in layout
+        for name, buffer in target.slots.named_buffers(recurse=False)
+    }
+
+
+def _check_storage(before: Mapping[str, tuple[int, torch.device]], layout: Layout) -> None:
+    after = _storage(layout)
+    moved = [name for name, place in before.items() if after.get(name) != place]
+    if moved:
+        raise RecompileError(
+            f"the storage of {len(moved)} slot buffers changed, the first {moved[0]}; CUDA graphs "
+            "would go on reading the old memory: move or cast the model before it is compiled"
+        )

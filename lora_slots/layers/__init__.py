@@ -1,0 +1,19 @@
+"""What lives in the model: one slot layer per kind of base layer. Knows no files."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from lora_slots.layers.base import LayerKind, SlotLayer
+from lora_slots.layers.conv1d import CONV1D
+from lora_slots.layers.linear import LINEAR
+
+KINDS: tuple[LayerKind, ...] = (LINEAR, CONV1D)
+
+
+def kind_of(module: nn.Module) -> LayerKind | None:
+    """The kind of base layer that ``module`` is, or None if it cannot take slots."""
+    return next((kind for kind in KINDS if kind.matches(module)), None)
+
+
+__all__ = ["KINDS", "LayerKind", "SlotLayer", "kind_of"]

@@ -1,0 +1,29 @@
+"""Slots for transformers' GPT-2 ``Conv1D``: a linear layer that stores its weight as ``[in, out]``.
+
+Its input and output are those of a linear layer, so only the two sizes are read elsewhere; whether
+an adapter's config says ``fan_in_fan_out`` changes nothing here.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from torch import nn
+
+from lora_slots.layers.base import LayerKind
+from lora_slots.layers.linear import LinearSlots
+
+
+def _is_conv1d(module: nn.Module) -> bool:
+    # Where transformers was never imported, no module can be one of its classes.
+    pytorch_utils = sys.modules.get("transformers.pytorch_utils")
+    return pytorch_utils is not None and isinstance(module, pytorch_utils.Conv1D)
+
+
+def _features(module: Any) -> tuple[int, int]:
+    in_features, out_features = module.weight.shape
+    return in_features, out_features
+
+
+CONV1D = LayerKind(name="Conv1D", matches=_is_conv1d, features=_features, slot_layer=LinearSlots)

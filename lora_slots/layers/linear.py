@@ -1,0 +1,69 @@
+"""Slots for `nn.Linear` and every subclass that keeps ``in_features`` and ``out_features``."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lora_slots.layers import watch
+from lora_slots.layers.base import LayerKind, SlotLayer
+
+
+class LinearSlots(SlotLayer):
+    """Adds ``sum over rows of scaling * (x A^T) B`` to the output of a linear layer."""
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        """Return ``y`` plus the share of every row whose scaling is not 0.
+
+        Args:
+            x: ``[..., in]``, what the base layer was given.
+            y: ``[..., out]``, what the base layer returned; not changed.
+
+        Returns:
+            ``[..., out]`` in the dtype of ``y``; equal to ``y`` when every scaling is 0.
+
+        The product with A runs in the dtype of the buffers, or in autocast's. The sum runs in the
+        wider of that and the dtype of ``y``, so ``y`` itself is never rounded.
+
+        Source: LoRA, arXiv:2106.09685, section 4.1.
+        """
+        if not torch.compiler.is_compiling():
+            watch.notify(self)
+        if torch.is_autocast_enabled(y.device.type):
+            h = F.linear(x, self.lora_A)
+            with torch.autocast(y.device.type, enabled=False):
+                return _add_rows(y, h, self.lora_B, self.scaling)
+        h = F.linear(x.to(self.lora_A.dtype), self.lora_A)
+        return _add_rows(y, h, self.lora_B, self.scaling)
+
+
+def _add_rows(y: Tensor, h: Tensor, lora_B: Tensor, scaling: Tensor) -> Tensor:
+    """``y [..., out] + where(scaling != 0, scaling * h [..., R], 0) @ lora_B [R, out]``.
+
+    The sum is an `addmm` because inductor fuses ``y + h @ B`` otherwise than the base layer alone,
+    which would round differently even with nothing loaded.
+    """
+    dtype = torch.promote_types(y.dtype, h.dtype)
+    lora_B = lora_B.to(dtype)
+    on = scaling != 0
+    if dtype == torch.float16:
+        # scaling * h can leave the range of float16 where scaling * (h @ B) does not. What shrinks
+        # is applied to h, what grows to B, whose entries are small.
+        lora_B = (lora_B * scaling.abs().clamp(min=1).t()).to(dtype)
+        scaling = scaling.clamp(-1, 1)
+    h = torch.where(on, h * scaling, 0).to(dtype)
+    total = torch.addmm(y.reshape(-1, y.shape[-1]).to(dtype), h.reshape(-1, h.shape[-1]), lora_B)
+    return total.to(y.dtype).reshape(y.shape)
+
+
+def _features(module: nn.Linear) -> tuple[int, int]:
+    return module.in_features, module.out_features
+
+
+LINEAR = LayerKind(
+    name="Linear",
+    matches=lambda module: isinstance(module, nn.Linear),
+    features=_features,
+    slot_layer=LinearSlots,
+)

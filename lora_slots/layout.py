@@ -1,0 +1,153 @@
+"""What a model offers to adapters, read-only: its target modules under every name they go by."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, cast
+
+from torch import Tensor, nn
+
+from lora_slots.layers import SlotLayer
+from lora_slots.layers.swap import CHILD_NAME
+
+# Names that torch.compile, FSDP and activation checkpointing put into a path. No model uses them.
+WRAPPER_SEGMENTS = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
+# What DataParallel and DDP put there; a model may well have a real submodule of this name.
+AMBIGUOUS_SEGMENT = "module"
+PEFT_PREFIX = "base_model.model."
+
+
+def spellings(path: str) -> tuple[str, ...]:
+    """The names that ``path`` may stand for, the most literal first.
+
+    >>> spellings("base_model.model._orig_mod.module.layers.0.q_proj")[-1]
+    'layers.0.q_proj'
+    """
+    plain = without_wrappers(path)
+    names = [path, plain, plain.removeprefix(PEFT_PREFIX)]
+    if AMBIGUOUS_SEGMENT in plain.split("."):
+        bare = _without(plain, {AMBIGUOUS_SEGMENT})
+        names += [bare, bare.removeprefix(PEFT_PREFIX)]
+    return tuple(dict.fromkeys(names))
+
+
+def without_wrappers(path: str) -> str:
+    """``path`` less what torch.compile, FSDP and checkpointing put into it."""
+    return _without(path, WRAPPER_SEGMENTS)
+
+
+def _without(path: str, segments: frozenset[str] | set[str]) -> str:
+    return ".".join(part for part in path.split(".") if part not in segments)
+
+
+@dataclass(frozen=True, eq=False)
+class Target:
+    """One base layer that takes adapters.
+
+    Attributes:
+        path: Its first name in the model, without wrapper segments.
+        aliases: All its names as the model spells them; more than one where the module is shared.
+        kind: The kind of base layer, such as ``"Linear"``.
+        module: The base layer itself.
+        in_features: The size of its input.
+        out_features: The size of its output.
+        in_encoder_layer: Whether an `nn.TransformerEncoderLayer` holds it, whose fast path reads
+            ``weight`` and never calls the module.
+    """
+
+    path: str
+    aliases: tuple[str, ...]
+    kind: str
+    module: nn.Module
+    in_features: int
+    out_features: int
+    in_encoder_layer: bool = False
+
+    @property
+    def slots(self) -> SlotLayer:
+        """The slot layer; only where the module has been attached to."""
+        return cast("SlotLayer", self.module._modules[CHILD_NAME])
+
+    @property
+    def weight(self) -> Tensor:
+        """The base weight, as the module stores it."""
+        return cast("Tensor", self.module.weight)
+
+
+@dataclass(frozen=True, eq=False)
+class Layout:
+    """The target modules of a model, in the order of the model.
+
+    Attributes:
+        targets: The target modules.
+        others: The names of all other modules, each with the name of its class.
+        bypassed: Names of modules that the model never calls, each with the reason.
+        model_name: The hub id or path that the model says it came from; empty if it says none.
+    """
+
+    targets: tuple[Target, ...]
+    others: Mapping[str, str]
+    bypassed: Mapping[str, str]
+    model_name: str
+    _index: Mapping[str, int | None]
+
+    @classmethod
+    def of(
+        cls,
+        model: nn.Module,
+        targets: tuple[Target, ...],
+        bypassed: Mapping[str, str] | None = None,
+    ) -> Layout:
+        """Index ``targets`` of ``model`` by every spelling of every name."""
+        index: dict[str, int | None] = {}
+        for number, target in enumerate(targets):
+            for alias in target.aliases:
+                for name in spellings(alias):
+                    # A spelling of two modules stands for neither; a literal name wins.
+                    known = index.setdefault(name, number)
+                    if known != number:
+                        index[name] = None
+        for number, target in enumerate(targets):
+            index.update(dict.fromkeys(target.aliases, number))
+        aliases = {alias for target in targets for alias in target.aliases}
+        others = {
+            name: type(module).__name__
+            for path, module in named_modules(model)
+            if path not in aliases
+            for name in reversed(spellings(path))
+        }
+        return cls(targets, others, bypassed or {}, _name_of(model), index)
+
+    def find(self, path: str) -> tuple[int, str] | None:
+        """Match a module name from a file.
+
+        Returns:
+            The index of the target module and the spelling that matched, or None.
+        """
+        for name in spellings(path):
+            index = self._index.get(name)
+            if index is not None:
+                return index, name
+        return None
+
+    def __len__(self) -> int:
+        """The number of target modules."""
+        return len(self.targets)
+
+    def __iter__(self) -> Iterator[Target]:
+        """Iterate over the target modules, in the order of the model."""
+        return iter(self.targets)
+
+
+def named_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Every name of every module but the root and what slots have added."""
+    for path, module in model.named_modules(remove_duplicate=False):
+        if path and CHILD_NAME not in path.split("."):
+            yield path, module
+
+
+def _name_of(model: nn.Module) -> str:
+    config: Any = getattr(model, "config", None)
+    name = getattr(config, "_name_or_path", None)
+    return name if isinstance(name, str) else ""

@@ -1,0 +1,388 @@
+"""SlotManager: names, slots, and who is active. It conducts and computes nothing."""
+
+from __future__ import annotations
+
+import re
+import time
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+from torch import nn
+
+from lora_slots import guard, refusals
+from lora_slots.attach import attach, detach, unwrap, warn_if_compiled
+from lora_slots.bank import Bank
+from lora_slots.errors import (
+    ArgumentError,
+    AttachError,
+    NotAttachedError,
+    TargetMismatchError,
+)
+from lora_slots.inspecting import inspect_adapter
+from lora_slots.layers.watch import listen
+from lora_slots.reading import RawAdapter, Source, read_adapter
+from lora_slots.report import ComponentStatus, LoadReport, ManagerStatus, SlotStatus
+from lora_slots.resolve import Adapter, resolve
+from lora_slots.roster import Roster
+from lora_slots.staging import StagedAdapter, stage
+from lora_slots.survey import ALL_LINEAR, TargetModules, survey
+
+_ATTRIBUTE = "_lora_slots_manager"
+_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+
+
+class SlotManager:
+    """Loads LoRA adapters into fixed buffers of a model, so that compiled code never changes.
+
+    Constructing one gives every target module a slot layer whose buffers are zero: the model's
+    output stays what it was. It should be built before `torch.compile`.
+
+    Args:
+        model: Any `nn.Module`, plain or compiled; a compiled one is unwrapped, with a warning that
+            it will be compiled once more. It is changed in place; `detach` undoes that.
+        max_rank: The largest rank of an adapter that can be loaded.
+        num_slots: How many adapters can be loaded at a time.
+        target_modules: Which modules take adapters, as PEFT means it: ``"all-linear"`` (all but
+            the output embeddings), a regular expression for whole names, or a collection of names
+            and suffixes of names.
+        dtype: The dtype of ``lora_A`` and ``lora_B``; None: each layer's compute dtype.
+
+    Raises:
+        ArgumentError: An argument has no meaning.
+        TargetMismatchError: ``target_modules`` matches nothing, or what takes no adapters.
+        AttachError: The model has a manager or PEFT layers already, is sharded, would ignore its
+            slots, or inductor's ``freezing`` is on.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        max_rank: int,
+        num_slots: int = 1,
+        target_modules: TargetModules = ALL_LINEAR,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        """Attach slots to ``model``; see the class."""
+        _check_count("max_rank", max_rank)
+        _check_count("num_slots", num_slots)
+        if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+            raise ArgumentError(f"dtype must be a floating-point torch.dtype, got {dtype!r}")
+        inner = unwrap(model)
+        if _ATTRIBUTE in vars(inner):
+            raise AttachError(
+                "this model already has a SlotManager; use SlotManager.of(model), or detach() it "
+                "first"
+            )
+        refusals.refuse_model(inner)
+        refusals.refuse_freezing(model)
+        layout = survey(inner, target_modules)
+        attach(layout, rows=num_slots * max_rank, dtype=dtype)
+        warn_if_compiled(model)
+        self._model = inner
+        self._layout = layout
+        self._bank = Bank(layout, max_rank=max_rank, num_slots=num_slots)
+        self._roster = Roster(num_slots)
+        # On the model, so that copies and pickles of it bring their manager along.
+        vars(inner)[_ATTRIBUTE] = self
+
+    @classmethod
+    def from_adapters(cls, model: nn.Module, paths: Iterable[Source], **kwargs: Any) -> Self:
+        """Build a manager that fits the given adapters; it loads none of them.
+
+        ``max_rank`` becomes their largest rank and ``target_modules`` the union of their modules,
+        where not given. Only headers are read.
+
+        Args:
+            model: As for `SlotManager`.
+            paths: Adapters, as for `inspect_adapter`.
+            **kwargs: Arguments of `SlotManager`; they win over what is found.
+
+        Raises:
+            AdapterFileError: An adapter cannot be read.
+            UnsupportedAdapterError: An adapter uses a feature that is not applied here.
+            TargetMismatchError: A module of an adapter is none of this model's.
+        """
+        infos = [inspect_adapter(path) for path in paths]
+        if not infos:
+            raise ArgumentError("paths must name at least one adapter, got none")
+        if "target_modules" not in kwargs:
+            layout = survey(unwrap(model))
+            wanted: dict[str, None] = {}
+            for info in infos:
+                for module in info.modules:
+                    match = layout.find(module)
+                    if match is None:
+                        raise TargetMismatchError(
+                            f"{info.source} adapts {module}, which is no layer of this model that "
+                            "takes adapters"
+                        )
+                    wanted[layout.targets[match[0]].path] = None
+            kwargs["target_modules"] = list(wanted)
+        kwargs.setdefault("max_rank", max(info.max_rank for info in infos))
+        return cls(model, **kwargs)
+
+    @classmethod
+    def of(cls, model: nn.Module) -> Self:
+        """The manager that ``model``, plain or compiled, already has.
+
+        Raises:
+            NotAttachedError: It has none.
+        """
+        manager = vars(unwrap(model)).get(_ATTRIBUTE)
+        if not isinstance(manager, cls):
+            raise NotAttachedError(
+                f"this {type(unwrap(model)).__name__} has no SlotManager; build one with "
+                "SlotManager(model, max_rank=...)"
+            )
+        return manager
+
+    def load(
+        self,
+        source: Source | RawAdapter,
+        adapter_name: str = "default",
+        *,
+        weight: float | None = None,
+        activate: bool | None = None,
+        strict: bool = True,
+    ) -> LoadReport:
+        """Copy an adapter into a slot. Never recompiles; a failure changes nothing.
+
+        A new name takes a free slot. A name that is loaded is hotswapped: its slot is overwritten.
+
+        Args:
+            source: A PEFT folder, a file, a hub id, or what `read_adapter` returned.
+            adapter_name: Any non-empty string.
+            weight: The multiplier of the adapter's own scaling; None: 1.0 for a new name, unchanged
+                for a loaded one.
+            activate: True makes it the only active adapter, False an inactive one; None: True for a
+                new name, unchanged for a loaded one.
+            strict: Raise for modules that the model does not have and for tensors that slots cannot
+                hold; otherwise skip and report them.
+
+        Raises:
+            AdapterFileError: The file is missing, damaged, or has values that are not finite.
+            UnsupportedAdapterError: It uses a feature that is not applied here.
+            TargetMismatchError: Its modules or shapes do not fit the model.
+            RankTooLargeError: A rank is above ``max_rank``.
+            NoFreeSlotError: The name is new and every slot is taken.
+            ArgumentError: The name or the weight has no meaning.
+            AttachError: The manager was detached, or the model is in a state that ignores slots.
+        """
+        started = time.perf_counter()
+        adapter, staged, slot = self._prepare(source, adapter_name, strict)
+        roster = self._roster.with_loaded(adapter_name, weight=weight, activate=activate)
+        self._bank.write(slot, staged, roster.slot_weights())
+        self._roster = roster
+        return _report(adapter, staged, adapter_name, slot, started)
+
+    def check(
+        self,
+        source: Source | RawAdapter,
+        adapter_name: str = "default",
+        *,
+        strict: bool = True,
+    ) -> LoadReport:
+        """What `load` would report, or the error it would raise. Writes nothing."""
+        started = time.perf_counter()
+        adapter, staged, slot = self._prepare(source, adapter_name, strict)
+        return _report(adapter, staged, adapter_name, slot, started)
+
+    def unload(self, adapter_name: str) -> None:
+        """Empty the adapter's slot; the output is exactly what it was without it.
+
+        Raises:
+            UnknownAdapterError: No adapter of that name is loaded.
+        """
+        self._check_usable()
+        roster = self._roster.without(adapter_name)
+        self._bank.write(self._roster[adapter_name].slot, None, roster.slot_weights())
+        self._roster = roster
+
+    def set_adapters(
+        self,
+        adapter_names: str | Sequence[str],
+        weights: float | Sequence[float] | None = None,
+    ) -> None:
+        """Make these, and only these, adapters active, as diffusers means it.
+
+        Args:
+            adapter_names: Loaded names; none deactivates all.
+            weights: One multiplier for all, or one each; None: 1.0 each. There are no weights per
+                component or block.
+
+        Raises:
+            UnknownAdapterError: A name is not loaded.
+            ArgumentError: Names repeat, or the weights are not finite numbers, one for each.
+        """
+        self._check_usable()
+        self._update(self._roster.with_selected(adapter_names, weights))
+
+    def set_weight(self, adapter_name: str, weight: float) -> None:
+        """Set the multiplier of an adapter's own scaling; 0 takes it out, nothing compounds.
+
+        The weight of an adapter that is not selected is kept until it is.
+
+        Raises:
+            UnknownAdapterError: No adapter of that name is loaded.
+            ArgumentError: ``weight`` is not a finite number.
+        """
+        self._check_usable()
+        self._update(self._roster.with_weight(adapter_name, weight))
+
+    def disable_adapters(self) -> None:
+        """Let no adapter contribute, whatever is loaded or set, until `enable_adapters`."""
+        self._check_usable()
+        self._update(self._roster.with_enabled(False))
+
+    def enable_adapters(self) -> None:
+        """Let the active adapters contribute again."""
+        self._check_usable()
+        self._update(self._roster.with_enabled(True))
+
+    @property
+    def loaded_adapters(self) -> tuple[str, ...]:
+        """The names of all loaded adapters, in the order in which they were first loaded."""
+        return tuple(self._roster.entries)
+
+    @property
+    def active_adapters(self) -> tuple[str, ...]:
+        """The names of those that are selected and whose weight is not 0."""
+        return tuple(name for name, entry in self._roster.entries.items() if entry.active)
+
+    def no_recompile(self, *, allow_first: bool = False) -> AbstractContextManager[None]:
+        """A context that raises where code is compiled in the calling thread.
+
+        Args:
+            allow_first: Whether code that was never compiled may be compiled.
+
+        Raises:
+            RecompileError: From the compiled call if a guard failed (``guard`` names it) or if
+                compiled code fell back to eager; on leaving the context if code was compiled for
+                the first time without ``allow_first``, or if the storage of a buffer changed.
+        """
+        self._check_usable()
+        return guard.no_recompile(self._layout, allow_first=allow_first)
+
+    def verify(self, fn: Callable[[], object]) -> None:
+        """Run ``fn`` once, eagerly, and check that the model calls every target module.
+
+        Catches layers whose weight the model reads without calling them, so that an adapter would
+        be ignored. Compiled functions run eagerly meanwhile, in all threads.
+
+        Args:
+            fn: Calls the model as it will be used.
+
+        Raises:
+            TargetMismatchError: Lists the target modules that were never called.
+        """
+        self._check_usable()
+        ran: set[nn.Module] = set()
+        with listen(ran.add), torch.compiler.set_stance("force_eager"):
+            fn()
+        silent = [target.path for target in self._layout if target.slots not in ran]
+        if silent:
+            raise TargetMismatchError(
+                f"{len(silent)} of {len(self._layout)} target modules were never called, so "
+                f"adapters on them would be ignored: {', '.join(silent)}; leave them out of "
+                "target_modules, or let the model call them"
+            )
+
+    def status(self) -> ManagerStatus:
+        """What is loaded where, and what it costs. Reads names and sizes only."""
+        self._check_usable()
+        names = {entry.slot: name for name, entry in self._roster.entries.items()}
+        slots = [self._slot_status(slot, names.get(slot)) for slot in range(self._bank.num_slots)]
+        buffers = [b for target in self._layout for b in target.slots.buffers(recurse=False)]
+        rows = [target.slots.lora_A for target in self._layout]
+        component = ComponentStatus(
+            modules=len(self._layout),
+            nbytes=sum(b.numel() * b.element_size() for b in buffers),
+            dtypes=tuple(dict.fromkeys(A.dtype for A in rows)),
+            devices=tuple(dict.fromkeys(A.device for A in rows)),
+        )
+        return ManagerStatus(
+            tuple(slots), self._roster.enabled, self._bank.max_rank, {"": component}
+        )
+
+    def detach(self) -> None:
+        """Take all slots away; classes, buffers and children are gone, and so is the manager.
+
+        A compiled model compiles once more.
+        """
+        self._check_usable()
+        detach(self._layout)
+        del vars(self._model)[_ATTRIBUTE]
+        self._roster = Roster(self._bank.num_slots)
+
+    def __repr__(self) -> str:
+        """Show the sizes and what is loaded."""
+        return (
+            f"SlotManager({type(self._model).__name__}, max_rank={self._bank.max_rank}, "
+            f"num_slots={self._bank.num_slots}, loaded={list(self.loaded_adapters)})"
+        )
+
+    def _prepare(
+        self, source: Source | RawAdapter, adapter_name: str, strict: bool
+    ) -> tuple[Adapter, StagedAdapter, int]:
+        """Everything of a load that can fail, but the writing."""
+        self._check_usable()
+        refusals.refuse_freezing(self._model)
+        refusals.refuse_fast_path(self._layout)
+        slot = self._roster.slot_for(adapter_name)
+        raw = source if isinstance(source, RawAdapter) else read_adapter(source)
+        adapter = resolve(raw, self._layout, strict=strict)
+        self._warn_of_other_base(adapter)
+        return adapter, stage(adapter, self._layout, max_rank=self._bank.max_rank), slot
+
+    def _warn_of_other_base(self, adapter: Adapter) -> None:
+        ours, theirs = self._layout.model_name, adapter.base_model
+        hub_ids = [n for n in (ours, theirs) if _HUB_ID.fullmatch(n) and not Path(n).exists()]
+        if len(hub_ids) == 2 and ours.lower() != theirs.lower():
+            warnings.warn(
+                f"adapter {adapter.source} was trained on {theirs}, but this model is {ours}",
+                stacklevel=4,
+            )
+
+    def _update(self, roster: Roster) -> None:
+        self._bank.set_weights(roster.slot_weights())
+        self._roster = roster
+
+    def _slot_status(self, slot: int, name: str | None) -> SlotStatus:
+        staged = self._bank.held(slot)
+        if name is None or staged is None:
+            return SlotStatus(slot)
+        entry = self._roster[name]
+        return SlotStatus(
+            slot, name, staged.source, max(staged.ranks), entry.weight, entry.active,
+            len(staged.targets),
+        )  # fmt: skip
+
+    def _check_usable(self) -> None:
+        if vars(self._model).get(_ATTRIBUTE) is not self:
+            raise AttachError("this SlotManager was detached; build a new one")
+
+
+def _report(
+    adapter: Adapter, staged: StagedAdapter, adapter_name: str, slot: int, started: float
+) -> LoadReport:
+    return LoadReport(
+        adapter_name=adapter_name,
+        slot=slot,
+        source=adapter.source,
+        rank=max(staged.ranks),
+        modules=tuple(module.path for module in adapter.modules),
+        skipped=adapter.skipped,
+        scaling={module.path: module.scaling for module in adapter.modules},
+        nbytes=staged.nbytes,
+        seconds=time.perf_counter() - started,
+    )
+
+
+def _check_count(name: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ArgumentError(f"{name} must be a whole number from 1, got {value!r}")

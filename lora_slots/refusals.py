@@ -1,0 +1,115 @@
+"""States of a model in which slots would be ignored, frozen or in the way."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._dynamo import OptimizedModule
+
+from lora_slots.errors import AttachError
+from lora_slots.layers.swap import CHILD_NAME, has_foreign_forward, has_slots
+from lora_slots.layout import Layout, Target
+
+_FSDP_CLASSES = ("FullyShardedDataParallel", "FSDPModule")
+
+
+def refuse_model(model: nn.Module) -> None:
+    """Refuse models whose layers already carry adapters or are sharded.
+
+    Raises:
+        AttachError: Says which, and what to do.
+    """
+    for path, module in model.named_modules():
+        if _is_peft_layer(module):
+            merged = getattr(module, "merged_adapters", None)
+            raise AttachError(
+                f"{path} is a PEFT "
+                f"layer{f' with {merged} merged into its base' if merged else ''}; take PEFT's "
+                "adapters away first: model = peft_model.unload()"
+            )
+        if any(base.__name__ in _FSDP_CLASSES for base in type(module).__mro__):
+            raise AttachError(
+                f"{path or 'the model'} is sharded by FSDP, which is not supported yet"
+            )
+
+
+def refuse_fast_path(layout: Layout) -> None:
+    """Refuse targets that `nn.TransformerEncoderLayer` would read past in inference.
+
+    Raises:
+        AttachError: The fast path is enabled and a target module is inside such a layer.
+    """
+    if not torch.backends.mha.get_fastpath_enabled():
+        return
+    for target in layout:
+        if target.in_encoder_layer:
+            raise AttachError(
+                f"{target.path} is inside an nn.TransformerEncoderLayer, whose fast path reads its "
+                "weight and never calls it, so that adapters would be ignored; call "
+                "torch.backends.mha.set_fastpath_enabled(False) first"
+            )
+
+
+def refuse_freezing(model: nn.Module) -> None:
+    """Refuse inductor's ``freezing``, which bakes buffers into compiled code as constants.
+
+    It is seen where it is set globally, in the options of a module's ``compile()``, or in those of
+    the ``torch.compile`` wrapper that is given here; not in those of a wrapper made elsewhere.
+
+    Raises:
+        AttachError: It is on.
+    """
+    import torch._inductor.config as inductor
+
+    if inductor.freezing or any(_freezes(module) for module in model.modules()):
+        raise AttachError(
+            "inductor's option freezing is on, which makes constants of the slots, so that swaps "
+            "would be ignored; turn torch._inductor.config.freezing off, or compile without it"
+        )
+
+
+def refuse_unattachable(target: Target) -> None:
+    """Refuse a layer that has slots already, hides its class's forward, or has no plain weight.
+
+    Raises:
+        AttachError: Says which, and what to do.
+    """
+    module, weight = target.module, target.weight
+    if has_slots(module) or hasattr(module, CHILD_NAME):
+        raise AttachError(
+            f"{target.path} already has an attribute {CHILD_NAME!r}; a module takes slots once: "
+            "use SlotManager.of(model), or detach() the first manager"
+        )
+    if has_foreign_forward(module):
+        raise AttachError(
+            f"{target.path} has a forward set on the instance, which would hide its slots; remove "
+            "it (del module.forward) or set it on the class"
+        )
+    if nn.parameter.is_lazy(weight):
+        raise AttachError(f"{target.path} is not initialised yet; run the model once first")
+    if _is_dtensor(weight):
+        raise AttachError(f"{target.path} has a DTensor weight, which is not supported yet")
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether ``module`` is wrapped by `torch.compile` or was compiled in place."""
+    return isinstance(module, OptimizedModule) or module._compiled_call_impl is not None
+
+
+def _freezes(module: nn.Module) -> bool:
+    compiled: Any = module if isinstance(module, OptimizedModule) else module._compiled_call_impl
+    options = getattr(compiled, "get_compiler_config", lambda: None)()
+    return bool((options or {}).get("freezing", False))
+
+
+def _is_peft_layer(module: nn.Module) -> bool:
+    tuners_utils: Any = sys.modules.get("peft.tuners.tuners_utils")
+    return tuners_utils is not None and isinstance(module, tuners_utils.BaseTunerLayer)
+
+
+def _is_dtensor(weight: Tensor) -> bool:
+    tensor: Any = sys.modules.get("torch.distributed.tensor")
+    return tensor is not None and isinstance(weight, tensor.DTensor)

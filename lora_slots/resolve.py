@@ -1,0 +1,225 @@
+"""RawAdapter + Layout -> Adapter: the model's own module paths, and a scaling for each."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from lora_slots.errors import AdapterFileError, TargetMismatchError, UnsupportedAdapterError
+from lora_slots.layout import Layout, spellings
+from lora_slots.pairing import Pair, pair_up, settle_scaling
+from lora_slots.reading import RawAdapter
+from lora_slots.settings import LoraSettings, whole_tensor_features
+
+_SAMPLES = 3
+
+# Tensors of features that would change the maths, by a piece of their names.
+_VARIANTS = {
+    "lora_magnitude_vector": "DoRA",
+    "lora_diag": "KaSA",
+}
+_EMBEDDING_KEY = re.compile(r"(?P<module>.+)\.lora_embedding_[AB](?:\.[^.]+)?")
+_LORA_BIAS_KEY = re.compile(r".+\.lora_B(?:\.[^.]+)?\.bias")
+_BASE_WEIGHT_KEY = re.compile(r"(?P<module>.+)\.base_layer\.weight")
+
+
+@dataclass(frozen=True, eq=False)
+class LoraModule:
+    """One module of an adapter, matched to a target module of the model.
+
+    Attributes:
+        target: The index of the target module in the layout.
+        path: The target module's path.
+        lora_A: ``[r, in]`` in the file's dtype.
+        lora_B: ``[out, r]`` in the file's dtype.
+        scaling: ``alpha / r`` or ``alpha / sqrt(r)``.
+    """
+
+    target: int
+    path: str
+    lora_A: Tensor
+    lora_B: Tensor
+    scaling: float
+
+    @property
+    def rank(self) -> int:
+        """The number of rows of ``lora_A``."""
+        return self.lora_A.shape[0]
+
+
+@dataclass(frozen=True, eq=False)
+class Adapter:
+    """An adapter under the model's own names.
+
+    Attributes:
+        source: Where it was read from.
+        modules: One entry per target module, in the order of the model.
+        skipped: Keys that are not applied, each with the reason.
+        base_model: The base model that the adapter names, or empty.
+    """
+
+    source: str
+    modules: tuple[LoraModule, ...]
+    skipped: tuple[tuple[str, str], ...] = field(default=())
+    base_model: str = ""
+
+
+def resolve(raw: RawAdapter, layout: Layout, *, strict: bool = True) -> Adapter:
+    """Match every tensor of ``raw`` to a target module and settle its scaling.
+
+    Args:
+        raw: What the file says.
+        layout: What the model offers.
+        strict: Raise for modules that are not found and for tensors that are not LoRA; otherwise
+            skip and list them.
+
+    Raises:
+        AdapterFileError: The file contradicts itself: half a pair, two ranks, a bad alpha.
+        UnsupportedAdapterError: A feature or a kind of layer that is not applied here.
+        TargetMismatchError: Modules that this model does not have among its targets.
+    """
+    settings = None if raw.config is None else LoraSettings.of(raw.config, raw.source)
+    pairs, extras = pair_up(raw)
+    skipped = _check_extras(raw, extras, layout, strict=strict)
+    found: dict[int, tuple[Pair, str]] = {}
+    unmatched: list[str] = []
+    for pair in pairs:
+        match = layout.find(pair.module)
+        if match is None:
+            unmatched.append(pair.module)
+            continue
+        index, name = match
+        if index in found:
+            _check_same(found[index][0], pair, raw)
+        else:
+            found[index] = (pair, name)
+    if unmatched and (strict or not found):
+        raise _unmatched_error(raw, layout, unmatched, len(pairs))
+    skipped += [(module, _why_unmatched(module, layout)) for module in unmatched]
+    if not found:
+        raise AdapterFileError(f"{raw.source} has no complete pair of lora_A and lora_B")
+    if settings is not None:
+        settings.warn_of_unused_patterns(name for _, name in found.values())
+    modules = tuple(
+        LoraModule(
+            target=index,
+            path=layout.targets[index].path,
+            lora_A=pair.lora_A,
+            lora_B=pair.lora_B,
+            scaling=settle_scaling(pair, name, settings, raw),
+        )
+        for index, (pair, name) in sorted(found.items())
+    )
+    base_model = (raw.config or {}).get("base_model_name_or_path") or ""
+    return Adapter(raw.source, modules, tuple(skipped), str(base_model))
+
+
+def _check_same(first: Pair, second: Pair, raw: RawAdapter) -> None:
+    same = torch.equal(first.lora_A, second.lora_A) and torch.equal(first.lora_B, second.lora_B)
+    if first.alpha != second.alpha or not same:
+        raise TargetMismatchError(
+            f"{first.module} and {second.module} are one shared module in this model, but "
+            f"{raw.source} has different tensors for them"
+        )
+
+
+def _check_extras(
+    raw: RawAdapter, extras: Mapping[str, Tensor], layout: Layout, *, strict: bool
+) -> list[tuple[str, str]]:
+    """Return the extras that may be skipped, or raise."""
+    skipped: list[tuple[str, str]] = []
+    unwanted: dict[str, list[str]] = {}
+    for key, tensor in extras.items():
+        for piece, feature in _VARIANTS.items():
+            if piece in key:
+                raise UnsupportedAdapterError(
+                    f"{raw.source} uses {feature}, as its key {key!r} shows, which is not applied "
+                    "here"
+                )
+        if _LORA_BIAS_KEY.fullmatch(key):
+            raise UnsupportedAdapterError(
+                f"{raw.source} uses lora_bias, as its key {key!r} shows, which is not applied here"
+            )
+        if _is_base_weight(key, tensor, layout):
+            skipped.append((key, "equal to the base weight"))
+        else:
+            unwanted.setdefault(_kind_of_extra(key, layout), []).append(key)
+    features = whole_tensor_features(raw.config or {})
+    if strict and (unwanted or features):
+        kinds = [f"{len(keys)} {kind} ({_some(keys)})" for kind, keys in unwanted.items()]
+        raise UnsupportedAdapterError(
+            f"{raw.source} asks for more than slots can hold: {'; '.join(features + kinds)}; pass "
+            "strict=False to load its low-rank part without them"
+        )
+    return skipped + [(key, kind) for kind, keys in unwanted.items() for key in keys]
+
+
+def _is_base_weight(key: str, tensor: Tensor, layout: Layout) -> bool:
+    match = _BASE_WEIGHT_KEY.fullmatch(key)
+    found = None if match is None else layout.find(match["module"])
+    if found is None:
+        return False
+    weight = layout.targets[found[0]].weight
+    if weight.is_meta or tensor.is_meta or weight.shape != tensor.shape:
+        return False
+    return torch.equal(tensor.to(weight.device, weight.dtype), weight)
+
+
+def _kind_of_extra(key: str, layout: Layout) -> str:
+    embedding = _EMBEDDING_KEY.fullmatch(key)
+    if embedding is not None:
+        return f"LoRA on {_class_name(embedding['module'], layout) or 'Embedding'}"
+    if "lora_" in key:
+        return "LoRA tensor of unknown meaning"
+    if key.endswith(".bias"):
+        return "bias"
+    if ".base_layer." in key:
+        return "copy of a base weight"
+    return "full weight"
+
+
+def _class_name(module: str, layout: Layout) -> str | None:
+    return next((layout.others[n] for n in spellings(module) if n in layout.others), None)
+
+
+def _why_unmatched(module: str, layout: Layout) -> str:
+    names = spellings(module)
+    for name in names:
+        if name in layout.bypassed:
+            return layout.bypassed[name]
+        if name in layout.others:
+            return f"is {layout.others[name]}, not one of the target modules"
+    return "no such module in the model"
+
+
+def _unmatched_error(
+    raw: RawAdapter, layout: Layout, unmatched: list[str], total: int
+) -> TargetMismatchError | UnsupportedAdapterError:
+    from lora_slots.layers import KINDS
+
+    slotted = {kind.name for kind in KINDS}
+    listed = _some([f"{name}: {_why_unmatched(name, layout)}" for name in unmatched], "; ")
+    ours = _some([target.path for target in layout])
+    message = (
+        f"{len(unmatched)} of the {total} modules of {raw.source} match no target module of this "
+        f"model ({listed}); the model's target modules are {ours}"
+    )
+    for module in unmatched:
+        kind = _class_name(module, layout)
+        if kind is not None and not any(name in kind for name in slotted):
+            return UnsupportedAdapterError(
+                f"{message}; {kind} layers such as {module} have no slots yet"
+            )
+    return TargetMismatchError(
+        f"{message}; build the SlotManager with target_modules that include them, or pass "
+        "strict=False to skip them"
+    )
+
+
+def _some(names: list[str], separator: str = ", ") -> str:
+    """The first few names, and dots for the rest."""
+    return separator.join(names[:_SAMPLES] + ["..."] * (len(names) > _SAMPLES))
