@@ -18,6 +18,8 @@ from lora_slots.manager import SlotManager
 from lora_slots.reading import RawAdapter, read_adapter
 from lora_slots.report import AdapterInfo, ComponentStatus, LoadReport, ManagerStatus, SlotStatus
 
+__version__ = "0.1.0"
+
 __all__ = [
     "AdapterFileError",
     "AdapterInfo",

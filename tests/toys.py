@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from lora_slots import SlotManager
+from lora_slots import RawAdapter, SlotManager, read_adapter
 
 
 class ToyLayer(nn.Module):
@@ -254,3 +254,49 @@ class CountingBackend:
     def __call__(self, graph: torch.fx.GraphModule, inputs: Any) -> Callable[..., Any]:
         self.graphs += 1
         return graph.forward
+
+
+def toy_adapter(
+    rank: int = 4,
+    *,
+    alpha: float = 8,
+    modules: Iterable[str] = TOY_MODULES,
+    seed: int = 0,
+    **sizes: int,
+) -> RawAdapter:
+    """A random adapter in memory, for these modules of `Toy`."""
+    tensors = tensors_of(pairs(dict.fromkeys(modules, rank), seed=seed, **sizes))
+    return read_adapter(tensors, {"r": rank, "lora_alpha": alpha})
+
+
+def places(model: nn.Module) -> dict[str, tuple[int, int]]:
+    """Which tensor every slot buffer is, and where its memory begins."""
+    return {name: (id(b), b.data_ptr()) for name, b in slot_buffers(model).items()}
+
+
+class Block(nn.Module):
+    """A residual block, one layer with a bias and one without; any number of them is a model."""
+
+    def __init__(self, size: int = 16) -> None:
+        super().__init__()
+        self.up = nn.Linear(size, 2 * size)
+        self.down = nn.Linear(2 * size, size, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(nn.functional.gelu(self.up(x)))
+
+
+def blocks(count: int = 2, *, seed: int = 0, size: int = 16) -> nn.Sequential:
+    torch.manual_seed(seed)
+    return nn.Sequential(*(Block(size) for _ in range(count))).eval()
+
+
+def block_adapter(
+    rank: int = 4, *, alpha: float = 8, count: int = 2, seed: int = 0, size: int = 16
+) -> RawAdapter:
+    """A random adapter in memory for every layer of `blocks`."""
+    ups = pairs({f"{i}.up": rank for i in range(count)}, inputs=size, outputs=2 * size, seed=seed)
+    downs = pairs(
+        {f"{i}.down": rank for i in range(count)}, inputs=2 * size, outputs=size, seed=seed + 1000
+    )
+    return read_adapter(tensors_of(ups | downs), {"r": rank, "lora_alpha": alpha})
