@@ -72,6 +72,8 @@ class SlotManager:
         _check_count("num_slots", num_slots)
         if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
             raise ArgumentError(f"dtype must be a floating-point torch.dtype, got {dtype!r}")
+        if target_modules is None:
+            raise ArgumentError("target_modules must be a string or a collection, got None")
         inner = unwrap(model)
         if _ATTRIBUTE in vars(inner):
             raise AttachError(
@@ -81,8 +83,8 @@ class SlotManager:
         refusals.refuse_model(inner)
         refusals.refuse_freezing(model)
         layout = survey(inner, target_modules)
-        attach(layout, rows=num_slots * max_rank, dtype=dtype)
         warn_if_compiled(model)
+        attach(layout, rows=num_slots * max_rank, dtype=dtype)
         self._model = inner
         self._layout = layout
         self._bank = Bank(layout, max_rank=max_rank, num_slots=num_slots)

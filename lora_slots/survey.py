@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Callable, Collection
 from typing import Any
@@ -95,6 +96,13 @@ def _selector(model: nn.Module, target_modules: TargetModules | None) -> Callabl
                 f"{target_modules!r}"
             )
         target_modules = list(target_modules)
+    else:
+        try:
+            re.compile(target_modules)
+        except re.error as error:
+            raise ArgumentError(
+                f"target_modules={target_modules!r} is no valid regular expression: {error}"
+            ) from error
     config = LoraConfig(target_modules=target_modules)
     return lambda name: bool(check_target_module_exists(config, name))
 

@@ -48,11 +48,15 @@ class SlotLayer(nn.Module):
         self.register_buffer("scaling", scaling, persistent=False)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        """Follow ``.to()``, ``.half()`` and the like, but keep ``scaling`` float32."""
+        """Follow ``.to()``, ``.half()`` and ``.to_empty()``, but keep ``scaling`` float32."""
         scaling = self.scaling
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         if self.scaling.dtype != torch.float32:
             self.scaling = scaling.to(self.scaling.device)
+        if scaling.is_meta and not self.scaling.is_meta:
+            # The memory is new and holds anything; slots start empty.
+            for buffer in self.buffers(recurse=False):
+                buffer.zero_()
         return self
 
     def extra_repr(self) -> str:
