@@ -27,6 +27,7 @@ class Bank:
         self.num_slots = num_slots
         self._layers: list[SlotLayer] = [target.slots for target in layout]
         self._held: list[StagedAdapter | None] = [None] * num_slots
+        self._spare: tuple[Tensor, ...] = ()
         # What each row's scaling is at weight 1, and what the model now holds.
         self._units = _zeros(num_slots, len(layout), max_rank, dtype=torch.float64)
         self._table = _zeros(len(layout), num_slots * max_rank, dtype=torch.float32)
@@ -34,6 +35,11 @@ class Bank:
     def held(self, slot: int) -> StagedAdapter | None:
         """What ``slot`` holds."""
         return self._held[slot]
+
+    @property
+    def spare(self) -> tuple[Tensor, ...]:
+        """Host memory of the adapter that was overwritten last, which nothing refers to now."""
+        return self._spare
 
     def write(self, slot: int, staged: StagedAdapter | None, weights: Mapping[int, float]) -> None:
         """Replace what ``slot`` holds, then set the weight of every slot.
@@ -60,6 +66,7 @@ class Bank:
             self._write_scaling(self._table)
             raise
         self._held[slot], self._units, self._table = staged, units, table
+        self._spare = () if before is None or staged is None else before.blocks
 
     def set_weights(self, weights: Mapping[int, float]) -> None:
         """Set which slots contribute, and how much. Writes ``scaling`` and nothing else.

@@ -339,7 +339,8 @@ class SlotManager:
         raw = source if isinstance(source, RawAdapter) else read_adapter(source)
         adapter = resolve(raw, self._layout, strict=strict)
         self._warn_of_other_base(adapter)
-        return adapter, stage(adapter, self._layout, max_rank=self._bank.max_rank), slot
+        staged = stage(adapter, self._layout, max_rank=self._bank.max_rank, spare=self._bank.spare)
+        return adapter, staged, slot
 
     def _warn_of_other_base(self, adapter: Adapter) -> None:
         ours, theirs = self._layout.model_name, adapter.base_model

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Self
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -18,6 +18,9 @@ from lora_slots.errors import (
 )
 from lora_slots.layout import Layout, Target
 from lora_slots.resolve import Adapter, LoraModule
+
+# What stands in for a dtype that numpy does not have, by size in bytes.
+_SAME_SIZE = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @dataclass(frozen=True, eq=False)
@@ -32,6 +35,7 @@ class StagedAdapter:
         scaling: ``alpha / r`` or ``alpha / sqrt(r)``, one per target module.
         lora_A: ``[r, in]`` each, in the dtype of the module's buffers.
         lora_B: ``[r, out]`` each, likewise.
+        blocks: The memory that they share, one block per dtype; none in a copy.
     """
 
     source: str
@@ -39,6 +43,7 @@ class StagedAdapter:
     scaling: tuple[float, ...]
     lora_A: tuple[Tensor, ...]
     lora_B: tuple[Tensor, ...]
+    blocks: tuple[Tensor, ...] = ()
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -55,18 +60,17 @@ class StagedAdapter:
         sides = (tuple(part.clone() for part in side) for side in (self.lora_A, self.lora_B))
         return type(self), (self.source, self.targets, self.scaling, *sides)
 
-    def __deepcopy__(self, memo: dict[int, object]) -> Self:
-        """Return itself: nothing in it ever changes."""
-        return self
 
-
-def stage(adapter: Adapter, layout: Layout, *, max_rank: int) -> StagedAdapter:
+def stage(
+    adapter: Adapter, layout: Layout, *, max_rank: int, spare: Sequence[Tensor] = ()
+) -> StagedAdapter:
     """Check an adapter against the buffers it is meant for, and copy it into packed host memory.
 
     Args:
         adapter: What to stage; its tensors are only read.
         layout: The model's target modules, with slots attached.
         max_rank: The number of rows of a slot.
+        spare: Host memory that may be overwritten and kept, to spare the cost of fresh pages.
 
     Raises:
         RankTooLargeError: A rank is above ``max_rank``.
@@ -78,17 +82,7 @@ def stage(adapter: Adapter, layout: Layout, *, max_rank: int) -> StagedAdapter:
     _check_ranks(adapter, max_rank)
     for module in adapter.modules:
         _check_target(module, layout.targets[module.target], adapter)
-    dtypes = [layout.targets[module.target].slots.lora_A.dtype for module in adapter.modules]
-    lora_A = _pack(adapter, dtypes, lambda module: module.lora_A)
-    # Transposed while it is copied, once: a slot is a run of rows in B as well.
-    lora_B = _pack(adapter, dtypes, lambda module: module.lora_B.t())
-    return StagedAdapter(
-        source=adapter.source,
-        targets=tuple(module.target for module in adapter.modules),
-        scaling=tuple(module.scaling for module in adapter.modules),
-        lora_A=lora_A,
-        lora_B=lora_B,
-    )
+    return _pack(adapter, layout, spare)
 
 
 def _check_ranks(adapter: Adapter, max_rank: int) -> None:
@@ -117,53 +111,83 @@ def _check_target(module: LoraModule, target: Target, adapter: Adapter) -> None:
         )
 
 
-def _pack(
-    adapter: Adapter, dtypes: list[torch.dtype], side: Callable[[LoraModule], Tensor]
-) -> tuple[Tensor, ...]:
-    """Copy one side of every module into one block per dtype; the views come in module order."""
-    sources = [side(module).detach() for module in adapter.modules]
+def _pack(adapter: Adapter, layout: Layout, spare: Sequence[Tensor]) -> StagedAdapter:
+    """Copy all tensors into one block per dtype: first every lora_A, then every lora_B."""
     positions: dict[torch.dtype, list[int]] = defaultdict(list)
-    for position, dtype in enumerate(dtypes):
-        positions[dtype].append(position)
-    staged: list[Tensor] = sources.copy()
+    for position, module in enumerate(adapter.modules):
+        positions[layout.targets[module.target].slots.lora_A.dtype].append(position)
+    lora_A: dict[int, Tensor] = {}
+    lora_B: dict[int, Tensor] = {}
+    blocks = []
     for dtype, chosen in positions.items():
-        parts = [sources[position] for position in chosen]
-        sizes = [part.numel() for part in parts]
-        block = torch.empty(sum(sizes), dtype=dtype, device="cpu")
-        views = [
-            flat.view(part.shape)
-            for flat, part in zip(torch.split(block, sizes), parts, strict=True)
-        ]
-        torch._foreach_copy_(views, parts)
-        _check_finite(block, views, parts, [adapter.modules[p] for p in chosen], adapter)
-        for position, view in zip(chosen, views, strict=True):
-            staged[position] = view
-    return tuple(staged)
+        modules = [adapter.modules[position] for position in chosen]
+        A = [module.lora_A.detach() for module in modules]
+        B = [module.lora_B.detach() for module in modules]
+        sizes = [part.numel() for part in (*A, *B)]
+        block = _memory(sum(sizes), dtype, spare)
+        flat = torch.split(block, sizes)
+        rows_A = [view.view(part.shape) for view, part in zip(flat, A, strict=False)]
+        rows_B = [view.view(part.shape[::-1]) for view, part in zip(flat[len(A) :], B, strict=True)]
+        torch._foreach_copy_(rows_A, A)
+        for rows, part in zip(rows_B, B, strict=True):
+            _copy_transposed(rows, part)
+        _check_finite(block, modules, rows_A, rows_B, adapter)
+        blocks.append(block)
+        lora_A.update(zip(chosen, rows_A, strict=True))
+        lora_B.update(zip(chosen, rows_B, strict=True))
+    order = range(len(adapter.modules))
+    return StagedAdapter(
+        source=adapter.source,
+        targets=tuple(module.target for module in adapter.modules),
+        scaling=tuple(module.scaling for module in adapter.modules),
+        lora_A=tuple(lora_A[position] for position in order),
+        lora_B=tuple(lora_B[position] for position in order),
+        blocks=tuple(blocks),
+    )
+
+
+def _memory(numel: int, dtype: torch.dtype, spare: Sequence[Tensor]) -> Tensor:
+    """Host memory for ``numel`` elements: spare memory of that dtype where the size is right."""
+    for block in spare:
+        whole = torch.empty(0, dtype=dtype, device="cpu").set_(block.untyped_storage())
+        if block.dtype == dtype and whole.numel() // 2 <= numel <= whole.numel():
+            return whole[:numel]
+    return torch.empty(numel, dtype=dtype, device="cpu")
+
+
+def _copy_transposed(rows: Tensor, part: Tensor) -> None:
+    """Copy ``part [out, r]`` into ``rows [r, out]``; numpy is faster where nothing is cast."""
+    if rows.dtype == part.dtype and part.device == rows.device and rows.itemsize in _SAME_SIZE:
+        same_size = _SAME_SIZE[rows.itemsize]
+        np.copyto(rows.view(same_size).numpy(), part.view(same_size).numpy().T)
+    else:
+        rows.copy_(part.t())
 
 
 def _check_finite(
     block: Tensor,
-    views: list[Tensor],
-    parts: list[Tensor],
     modules: list[LoraModule],
+    rows_A: list[Tensor],
+    rows_B: list[Tensor],
     adapter: Adapter,
 ) -> None:
     # NaN and infinity both reach the smallest or the largest value: one pass, nothing allocated.
     smallest, largest = torch.aminmax(block)
     if torch.isfinite(smallest) and torch.isfinite(largest):
         return
-    for view, part, module in zip(views, parts, modules, strict=True):
-        bad = int((~torch.isfinite(view)).sum())
-        if bad == 0:
-            continue
-        side = "lora_A" if part.data_ptr() == module.lora_A.data_ptr() else "lora_B"
-        where = f"{side} of {module.path} in adapter {adapter.source}"
-        bad_in_file = int((~torch.isfinite(part)).sum())
-        if bad_in_file:
+    for module, A, B in zip(modules, rows_A, rows_B, strict=True):
+        for side, rows, part in (("lora_A", A, module.lora_A), ("lora_B", B, module.lora_B)):
+            bad = int((~torch.isfinite(rows)).sum())
+            if bad == 0:
+                continue
+            where = f"{side} of {module.path} in adapter {adapter.source}"
+            bad_in_file = int((~torch.isfinite(part)).sum())
+            if bad_in_file:
+                raise AdapterFileError(
+                    f"{where} has {bad_in_file} NaN or infinite values of {part.numel()}"
+                )
             raise AdapterFileError(
-                f"{where} has {bad_in_file} NaN or infinite values of {part.numel()}"
+                f"{where} has {bad} values of {part.numel()} that are finite in its {part.dtype} "
+                f"but not in the buffers' {rows.dtype}; build the SlotManager with "
+                "dtype=torch.float32"
             )
-        raise AdapterFileError(
-            f"{where} has {bad} values of {view.numel()} that are finite in its {part.dtype} but "
-            f"not in the buffers' {view.dtype}; build the SlotManager with dtype=torch.float32"
-        )

@@ -51,22 +51,53 @@ def read_weights(
     try:
         with safetensors.safe_open(path, framework="pt") as file:
             metadata = file.metadata() or {}
+            slices = {name: file.get_slice(name) for name in file.offset_keys()}
             if header_only:
-                return {name: _describe(file, name) for name in file.keys()}, metadata  # noqa: SIM118
-            return file.get_tensors(), metadata
+                return {name: _describe(view) for name, view in slices.items()}, metadata
+            return _map(path, slices), metadata
     except (safetensors.SafetensorError, OSError) as error:
         raise AdapterFileError(_diagnose(path, error)) from error
 
 
-def _describe(file: Any, name: str) -> Tensor:
-    view = file.get_slice(name)
+def _map(path: str, slices: dict[str, Any]) -> dict[str, Tensor]:
+    """Map the file once and cut it into its tensors; opening it has checked that it is all there.
+
+    The format has no gaps: tensors follow the header one after the other, in the order of their
+    offsets. That is several times faster than asking safetensors for each tensor.
+    """
+    shapes = [torch.Size(view.get_shape()) for view in slices.values()]
+    kinds = [view.get_dtype() for view in slices.values()]
+    dtypes = {kind: _dtype(view) for kind, view in zip(kinds, slices.values(), strict=True)}
+    sizes = [
+        shape.numel() * dtypes[kind].itemsize for shape, kind in zip(shapes, kinds, strict=True)
+    ]
+    file_size = os.path.getsize(path)
+    mapped = torch.from_file(path, shared=False, size=file_size, dtype=torch.uint8)
+    parts = torch.split(mapped[file_size - sum(sizes) :], sizes)
+    return {
+        name: _typed(part, dtypes[kind]).view(shape)
+        for name, part, kind, shape in zip(slices, parts, kinds, shapes, strict=True)
+    }
+
+
+def _typed(part: Tensor, dtype: torch.dtype) -> Tensor:
+    # Behind a tensor of a smaller dtype one may lie where its own dtype cannot be read.
+    aligned = part.storage_offset() % dtype.itemsize == 0
+    return (part if aligned else part.clone()).view(dtype)
+
+
+def _dtype(view: Any) -> torch.dtype:
+    # An empty slice is the one public way from a tensor in a file to its dtype.
+    dtype: torch.dtype = view[:0].dtype if view.get_shape() else view[...].dtype
+    return dtype
+
+
+def _describe(view: Any) -> Tensor:
     shape = view.get_shape()
     if torch.Size(shape).numel() <= 1:
-        tensor: Tensor = file.get_tensor(name)
-        return tensor
-    # An empty slice is the one way to a dtype that needs no table of names.
-    dtype = view[:0].dtype
-    return torch.empty(shape, dtype=dtype, device="meta")
+        scalar: Tensor = view[...]
+        return scalar
+    return torch.empty(shape, dtype=_dtype(view), device="meta")
 
 
 def _read_pickle(path: str) -> dict[str, Tensor]:
