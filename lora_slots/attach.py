@@ -79,11 +79,16 @@ def warn_if_compiled(model: nn.Module) -> None:
         )
 
 
+def can_compute(dtype: torch.dtype) -> bool:
+    """Whether products run in ``dtype``; 8-bit floats only store."""
+    return dtype.is_floating_point and dtype.itemsize > 1
+
+
 def _compute_dtype(target: Target) -> torch.dtype:
     dtype = target.weight.dtype
-    if not dtype.is_floating_point or dtype.itemsize < 2:
+    if not can_compute(dtype):
         dtype = getattr(target.module, "compute_dtype", None) or dtype
-    if not dtype.is_floating_point or dtype.itemsize < 2:
+    if not can_compute(dtype):
         raise AttachError(
             f"{target.path} stores its weight as {dtype} and does not say in which dtype it "
             "computes; build the SlotManager with dtype="

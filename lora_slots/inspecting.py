@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lora_slots.layout import spellings
+from lora_slots.layout import PEFT_PREFIX, without_wrappers
 from lora_slots.pairing import pair_up, settle_scaling
 from lora_slots.reading import Source, read_header
 from lora_slots.report import AdapterInfo
@@ -23,7 +23,7 @@ def inspect_adapter(path: Source) -> AdapterInfo:
     pairs, extras = pair_up(raw)
     config = raw.config or {}
     settings = None if raw.config is None else LoraSettings.of(raw.config, raw.source)
-    names = {spellings(pair.module)[-1]: pair for pair in pairs}
+    names = {without_wrappers(pair.module).removeprefix(PEFT_PREFIX): pair for pair in pairs}
     tensors = [tensor for pair in pairs for tensor in (pair.lora_A, pair.lora_B)]
     features = whole_tensor_features(config)
     if extras:

@@ -90,6 +90,7 @@ class Layout:
     others: Mapping[str, str]
     bypassed: Mapping[str, str]
     model_name: str
+    _model: nn.Module
     _index: Mapping[str, int | None]
 
     @classmethod
@@ -117,7 +118,7 @@ class Layout:
             if path not in aliases
             for name in reversed(spellings(path))
         }
-        return cls(targets, others, bypassed or {}, _name_of(model), index)
+        return cls(targets, others, bypassed or {}, _name_of(model), model, index)
 
     def find(self, path: str) -> tuple[int, str] | None:
         """Match a module name from a file.
@@ -130,6 +131,18 @@ class Layout:
             if index is not None:
                 return index, name
         return None
+
+    def parameter(self, path: str) -> Tensor | None:
+        """The model's own parameter that a key of a file names, or None."""
+        names = spellings(path)
+        return next(
+            (
+                parameter
+                for name, parameter in self._model.named_parameters(remove_duplicate=False)
+                if without_wrappers(name) in names
+            ),
+            None,
+        )
 
     def __len__(self) -> int:
         """The number of target modules."""

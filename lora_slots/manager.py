@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from lora_slots import guard, refusals
-from lora_slots.attach import attach, detach, unwrap, warn_if_compiled
+from lora_slots.attach import attach, can_compute, detach, unwrap, warn_if_compiled
 from lora_slots.bank import Bank
 from lora_slots.errors import (
     ArgumentError,
@@ -70,8 +70,10 @@ class SlotManager:
         """Attach slots to ``model``; see the class."""
         _check_count("max_rank", max_rank)
         _check_count("num_slots", num_slots)
-        if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-            raise ArgumentError(f"dtype must be a floating-point torch.dtype, got {dtype!r}")
+        if dtype is not None and not (isinstance(dtype, torch.dtype) and can_compute(dtype)):
+            raise ArgumentError(
+                f"dtype must be a floating-point torch.dtype of at least 16 bits, got {dtype!r}"
+            )
         if target_modules is None:
             raise ArgumentError("target_modules must be a string or a collection, got None")
         inner = unwrap(model)

@@ -43,7 +43,6 @@ def pair_up(raw: RawAdapter) -> tuple[list[Pair], dict[str, Tensor]]:
         AdapterFileError: Half a pair, ranks of A and B that differ, or an alpha that is no number.
     """
     sides: dict[str, dict[str, Tensor]] = {}
-    alphas: dict[str, float] = {}
     extras: dict[str, Tensor] = {}
     for key, tensor in raw.tensors.items():
         match = _LORA_KEY.fullmatch(key)
@@ -54,15 +53,14 @@ def pair_up(raw: RawAdapter) -> tuple[list[Pair], dict[str, Tensor]]:
                     f"{raw.source} has two lora_{match['side']} tensors for {match['module']!r}"
                 )
             found[match["side"]] = tensor
-        elif key.endswith(".alpha"):
-            alphas[key.removesuffix(".alpha")] = _alpha(key, tensor, raw)
         else:
             extras[key] = tensor
-    stray = alphas.keys() - sides.keys()
-    if stray:
-        raise AdapterFileError(
-            f"{raw.source} has {min(stray)}.alpha, but no LoRA tensors for that module"
-        )
+    # An ``.alpha`` beside no LoRA tensors is a parameter of that name.
+    alphas = {
+        module: _alpha(f"{module}.alpha", extras.pop(f"{module}.alpha"), raw)
+        for module in sides
+        if f"{module}.alpha" in extras
+    }
     for module, found in sides.items():
         _check_pair(module, found, raw)
     return [
@@ -93,9 +91,10 @@ def settle_scaling(pair: Pair, name: str, settings: LoraSettings | None, raw: Ra
 
 
 def _alpha(key: str, tensor: Tensor, raw: RawAdapter) -> float:
-    if tensor.numel() != 1:
+    if tensor.numel() != 1 or tensor.is_complex():
         raise AdapterFileError(
-            f"{key} of {raw.source} must hold one number, got shape {tuple(tensor.shape)}"
+            f"{key} of {raw.source} must hold one real number, got {tensor.dtype} of shape "
+            f"{tuple(tensor.shape)}"
         )
     alpha = float(tensor)
     check_alpha(alpha, key, raw.source)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lora_slots.errors import AdapterFileError, TargetMismatchError, UnsupportedAdapterError
-from lora_slots.layout import Layout, spellings
+from lora_slots.layout import PEFT_PREFIX, Layout, spellings, without_wrappers
 from lora_slots.pairing import Pair, pair_up, settle_scaling
 from lora_slots.reading import RawAdapter
 from lora_slots.settings import LoraSettings, whole_tensor_features
@@ -24,7 +24,6 @@ _VARIANTS = {
 }
 _EMBEDDING_KEY = re.compile(r"(?P<module>.+)\.lora_embedding_[AB](?:\.[^.]+)?")
 _LORA_BIAS_KEY = re.compile(r".+\.lora_B(?:\.[^.]+)?\.bias")
-_BASE_WEIGHT_KEY = re.compile(r"(?P<module>.+)\.base_layer\.weight")
 
 
 @dataclass(frozen=True, eq=False)
@@ -85,45 +84,64 @@ def resolve(raw: RawAdapter, layout: Layout, *, strict: bool = True) -> Adapter:
     settings = None if raw.config is None else LoraSettings.of(raw.config, raw.source)
     pairs, extras = pair_up(raw)
     skipped = _check_extras(raw, extras, layout, strict=strict)
-    found: dict[int, tuple[Pair, str]] = {}
+    found: dict[int, tuple[Pair, float]] = {}
+    names: list[str] = []
     unmatched: list[str] = []
-    for pair in pairs:
-        match = layout.find(pair.module)
+    for pair, path in zip(pairs, _without_ddp([p.module for p in pairs], layout), strict=True):
+        match = layout.find(path)
         if match is None:
             unmatched.append(pair.module)
             continue
         index, name = match
+        names.append(name)
+        scaling = settle_scaling(pair, name, settings, raw)
         if index in found:
-            _check_same(found[index][0], pair, raw)
+            _check_same(found[index], (pair, scaling), raw)
         else:
-            found[index] = (pair, name)
+            found[index] = (pair, scaling)
     if unmatched and (strict or not found):
         raise _unmatched_error(raw, layout, unmatched, len(pairs))
     skipped += [(module, _why_unmatched(module, layout)) for module in unmatched]
     if not found:
         raise AdapterFileError(f"{raw.source} has no complete pair of lora_A and lora_B")
     if settings is not None:
-        settings.warn_of_unused_patterns(name for _, name in found.values())
+        settings.warn_of_unused_patterns(names)
     modules = tuple(
         LoraModule(
             target=index,
             path=layout.targets[index].path,
             lora_A=pair.lora_A,
             lora_B=pair.lora_B,
-            scaling=settle_scaling(pair, name, settings, raw),
+            scaling=scaling,
         )
-        for index, (pair, name) in sorted(found.items())
+        for index, (pair, scaling) in sorted(found.items())
     )
     base_model = (raw.config or {}).get("base_model_name_or_path") or ""
     return Adapter(raw.source, modules, tuple(skipped), str(base_model))
 
 
-def _check_same(first: Pair, second: Pair, raw: RawAdapter) -> None:
+def _without_ddp(names: list[str], layout: Layout) -> list[str]:
+    """The names less the ``module.`` that DDP put before all, where all then are the model's own.
+
+    One name alone cannot tell it from a real submodule called ``module``.
+    """
+    plain = [without_wrappers(name).removeprefix(PEFT_PREFIX) for name in names]
+    if not all(name.startswith("module.") for name in plain):
+        return names
+    own = {without_wrappers(alias) for target in layout for alias in target.aliases}
+    if own.issuperset(plain):
+        return names
+    bare = [name.removeprefix("module.").removeprefix(PEFT_PREFIX) for name in plain]
+    return bare if own.issuperset(bare) else names
+
+
+def _check_same(one: tuple[Pair, float], other: tuple[Pair, float], raw: RawAdapter) -> None:
+    (first, scaling), (second, other_scaling) = one, other
     same = torch.equal(first.lora_A, second.lora_A) and torch.equal(first.lora_B, second.lora_B)
-    if first.alpha != second.alpha or not same:
+    if scaling != other_scaling or not same:
         raise TargetMismatchError(
             f"{first.module} and {second.module} are one shared module in this model, but "
-            f"{raw.source} has different tensors for them"
+            f"{raw.source} has different tensors or scalings for them"
         )
 
 
@@ -144,8 +162,8 @@ def _check_extras(
             raise UnsupportedAdapterError(
                 f"{raw.source} uses lora_bias, as its key {key!r} shows, which is not applied here"
             )
-        if _is_base_weight(key, tensor, layout):
-            skipped.append((key, "equal to the base weight"))
+        if _is_live_tensor(key, tensor, layout):
+            skipped.append((key, "equal to the model's own"))
         else:
             unwanted.setdefault(_kind_of_extra(key, layout), []).append(key)
     features = whole_tensor_features(raw.config or {})
@@ -158,15 +176,12 @@ def _check_extras(
     return skipped + [(key, kind) for kind, keys in unwanted.items() for key in keys]
 
 
-def _is_base_weight(key: str, tensor: Tensor, layout: Layout) -> bool:
-    match = _BASE_WEIGHT_KEY.fullmatch(key)
-    found = None if match is None else layout.find(match["module"])
-    if found is None:
+def _is_live_tensor(key: str, tensor: Tensor, layout: Layout) -> bool:
+    """Whether an extra is a copy of what the model has already, as PEFT saves embeddings."""
+    live = layout.parameter(key.replace(".base_layer.", "."))
+    if live is None or live.is_meta or tensor.is_meta or live.shape != tensor.shape:
         return False
-    weight = layout.targets[found[0]].weight
-    if weight.is_meta or tensor.is_meta or weight.shape != tensor.shape:
-        return False
-    return torch.equal(tensor.to(weight.device, weight.dtype), weight)
+    return torch.equal(tensor.to(live.device, live.dtype), live)
 
 
 def _kind_of_extra(key: str, layout: Layout) -> str:
@@ -177,6 +192,8 @@ def _kind_of_extra(key: str, layout: Layout) -> str:
         return "LoRA tensor of unknown meaning"
     if key.endswith(".bias"):
         return "bias"
+    if key.endswith(".alpha"):
+        return "alpha without LoRA tensors"
     if ".base_layer." in key:
         return "copy of a base weight"
     return "full weight"

@@ -134,9 +134,15 @@ def checked_weight(weight: object) -> float:
     Raises:
         ArgumentError: Shows what it got.
     """
-    if isinstance(weight, bool) or not isinstance(weight, int | float) or not math.isfinite(weight):
+    if isinstance(weight, bool) or not isinstance(weight, int | float):
         raise ArgumentError(f"a weight must be a finite number, got {weight!r}")
-    return float(weight)
+    try:
+        number = float(weight)
+    except OverflowError:
+        number = math.inf
+    if not math.isfinite(number):
+        raise ArgumentError(f"a weight must be a finite number, got {number!r}")
+    return number
 
 
 def _one_each(weights: object, count: int) -> list[float]:

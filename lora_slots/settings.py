@@ -9,6 +9,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from lora_slots.errors import AdapterFileError, UnsupportedAdapterError
 
 # Keys of PEFT's LoraConfig that settle ranks and scalings.
@@ -53,6 +55,8 @@ WHOLE_TENSOR_KEYS = {
     "trainable_token_indices": "trainable_token_indices",
     "bias": "bias",
 }
+
+_LARGEST = float(np.finfo(np.float32).max)
 
 _FEATURES = {
     "use_dora": "DoRA",
@@ -221,8 +225,10 @@ def check_alpha(alpha: float, where: str, source: str) -> None:
     Raises:
         AdapterFileError: Names the place.
     """
-    if not math.isfinite(alpha):
-        raise AdapterFileError(f"an alpha must be finite, got {alpha!r} for {where!r} in {source}")
+    if not abs(alpha) <= _LARGEST:  # also where it is NaN
+        raise AdapterFileError(
+            f"an alpha must be a finite float32, got {alpha!r:.40} for {where!r} in {source}"
+        )
 
 
 def _pattern_key(pattern: Mapping[str, Any], module: str) -> str:

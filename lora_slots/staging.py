@@ -95,6 +95,13 @@ def _check_ranks(adapter: Adapter, max_rank: int) -> None:
 
 
 def _check_target(module: LoraModule, target: Target, adapter: Adapter) -> None:
+    for side, tensor in (("lora_A", module.lora_A), ("lora_B", module.lora_B)):
+        if tensor.is_meta or tensor.layout is not torch.strided:
+            what = "is on the meta device" if tensor.is_meta else f"has layout {tensor.layout}"
+            raise AdapterFileError(
+                f"{side} of {module.path} in adapter {adapter.source} {what}; only dense tensors "
+                "with data can be loaded"
+            )
     shapes = (tuple(module.lora_A.shape), tuple(module.lora_B.shape))
     fitting = ((module.rank, target.in_features), (target.out_features, module.rank))
     if shapes != fitting:
@@ -181,7 +188,7 @@ def _check_finite(
             if bad == 0:
                 continue
             where = f"{side} of {module.path} in adapter {adapter.source}"
-            bad_in_file = int((~torch.isfinite(part)).sum())
+            bad_in_file = int((~torch.isfinite(part.float() if part.itemsize == 1 else part)).sum())
             if bad_in_file:
                 raise AdapterFileError(
                     f"{where} has {bad_in_file} NaN or infinite values of {part.numel()}"

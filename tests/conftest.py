@@ -11,6 +11,9 @@ os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
 import torch
 
+# The models are tiny: a second thread only waits for the first.
+torch.set_num_threads(1)
+
 
 @pytest.fixture(autouse=True)
 def fresh_dynamo() -> Iterator[None]:

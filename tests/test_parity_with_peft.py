@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 import torch
+from peft.tuners.lora import LoraLayer
+from torch import Tensor, nn
 from toys import (
     TINY,
     TOKENS,
@@ -25,7 +27,6 @@ from toys import (
     write_adapter,
     write_folder,
 )
-from torch import Tensor, nn
 
 from lora_slots import SlotManager, read_adapter
 
@@ -128,19 +129,24 @@ def test_two_active_adapters_with_weights_add_up_as_in_peft(tiny: Tiny, oracle: 
     theirs.load_adapter(oracle.path(tiny.name, second), "second")
     theirs.base_model.set_adapter(["first", "second"])
     for module in theirs.modules():
-        for name, weight in (("first", 0.7), ("second", -1.5)):
-            if name in getattr(module, "scaling", {}):
-                module.scaling[name] *= weight
+        if isinstance(module, LoraLayer):
+            module.scaling["first"] *= 0.7
+            module.scaling["second"] *= -1.5
 
     model = tiny.build()
     manager = manager_of(model, num_slots=3)
     manager.load(oracle.path(tiny.name, first), "first")
-    manager.load(oracle.path(tiny.name, list(ADAPTERS)[0]), "idle")
+    manager.load(oracle.path(tiny.name, ORDERED[0]), "idle")
     manager.load(oracle.path(tiny.name, second), "second")
     manager.set_adapters(["second", "first"], [-1.5, 0.7])
     assert_close(tiny.run(model), tiny.run(theirs))
 
 
+# PEFT tells of what it stores beside a head, that merging would break the tie, and that one flag
+# does not suit every layer.
+@pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`:UserWarning")
+@pytest.mark.filterwarnings("ignore:Setting `save_embedding_layers`:UserWarning")
+@pytest.mark.filterwarnings("ignore:fan_in_fan_out is set to:UserWarning")
 @pytest.mark.parametrize("tiny", [TINY["gpt2"], TINY["llama"]], ids=["gpt2", "llama"])
 def test_adapter_on_a_tied_head_is_pefts_and_leaves_the_embeddings_alone(
     tiny: Tiny, tmp_path: Path
@@ -152,12 +158,8 @@ def test_adapter_on_a_tied_head_is_pefts_and_leaves_the_embeddings_alone(
         return model
 
     config = {"r": 5, "lora_alpha": 40, "target_modules": ["lm_head", tiny.attention[0]]}
-    # PEFT warns that merging would break the tie; nobody merges here.
-    with pytest.warns(UserWarning, match="tie_word_embeddings"):
-        path = write_adapter(tmp_path / "head", build(), **config)
-    with pytest.warns(UserWarning, match="tie_word_embeddings"):
-        theirs = tiny.run(peft_model(build(), path))
-
+    path = write_adapter(tmp_path / "head", build(), **config)
+    theirs = tiny.run(peft_model(build(), path))
     model = build()
     base, embedded = tiny.run(model), model.get_input_embeddings()(TOKENS)
     manager = manager_of(model, target_modules=config["target_modules"])

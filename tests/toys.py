@@ -8,12 +8,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from lora_slots import RawAdapter, SlotManager, read_adapter
+from lora_slots import LoraSlotsError, RawAdapter, SlotManager, read_adapter
 
 
 class ToyLayer(nn.Module):
@@ -245,6 +246,43 @@ def slot_buffers(model: nn.Module) -> dict[str, Tensor]:
     return {name: b for name, b in model.named_buffers() if ".lora_slots." in f".{name}"}
 
 
+def scaling_in(module: nn.Module, rank: int) -> float:
+    """What the one slot of ``module`` says: one value in its first ``rank`` rows, else 0."""
+    scaling = module.lora_slots.scaling
+    assert scaling.dtype == torch.float32
+    assert torch.equal(scaling[0, rank:], torch.zeros_like(scaling[0, rank:]))
+    assert len(set(scaling[0, :rank].tolist())) == 1
+    return scaling[0, 0].item()
+
+
+def refusal(
+    source: Any,
+    error: type[LoraSlotsError],
+    message: str,
+    *,
+    strict: bool = True,
+    dtype: torch.dtype | None = None,
+) -> str:
+    """Check and load ``source`` over a live adapter of `Toy`: both must raise, and change nothing.
+
+    Returns the error's text, in which ``message`` was found.
+    """
+    model = toy()
+    manager = SlotManager(model, max_rank=8, dtype=dtype)
+    live = pairs(dict.fromkeys(TOY_MODULES, 8), seed=9)
+    manager.load(read_adapter(tensors_of(live)))
+    before = Snapshot.of(manager, model)
+    with pytest.raises(error, match=message) as raised:
+        manager.check(source, strict=strict)
+    before.assert_unchanged(manager, model)
+    with pytest.raises(error, match=message):
+        manager.load(source, strict=strict)
+    before.assert_unchanged(manager, model)
+    # What failed is no obstacle to the next load.
+    assert manager.load(read_adapter(tensors_of(pairs({TOY_MODULES[0]: 1})))).rank == 1
+    return str(raised.value)
+
+
 class CountingBackend:
     """A backend that runs graphs eagerly and counts how many it was given."""
 
@@ -275,20 +313,24 @@ def places(model: nn.Module) -> dict[str, tuple[int, int]]:
 
 
 class Block(nn.Module):
-    """A residual block, one layer with a bias and one without; any number of them is a model."""
+    """One layer with a bias and one without; any number of blocks is a model."""
 
-    def __init__(self, size: int = 16) -> None:
+    def __init__(self, size: int = 16, *, residual: bool = True) -> None:
         super().__init__()
+        self.residual = residual
         self.up = nn.Linear(size, 2 * size)
         self.down = nn.Linear(2 * size, size, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(nn.functional.gelu(self.up(x)))
+        y: Tensor = self.down(nn.functional.gelu(self.up(x)))
+        return x + y if self.residual else y
 
 
-def blocks(count: int = 2, *, seed: int = 0, size: int = 16) -> nn.Sequential:
+def blocks(
+    count: int = 2, *, seed: int = 0, size: int = 16, residual: bool = True
+) -> nn.Sequential:
     torch.manual_seed(seed)
-    return nn.Sequential(*(Block(size) for _ in range(count))).eval()
+    return nn.Sequential(*(Block(size, residual=residual) for _ in range(count))).eval()
 
 
 def block_adapter(
@@ -300,3 +342,7 @@ def block_adapter(
         {f"{i}.down": rank for i in range(count)}, inputs=2 * size, outputs=size, seed=seed + 1000
     )
     return read_adapter(tensors_of(ups | downs), {"r": rank, "lora_alpha": alpha})
+
+
+# Importing inductor, as its first compile does, runs a function that torch itself has deprecated.
+INDUCTOR_WARNING = "ignore:`torch.jit.script_method` is deprecated:DeprecationWarning"

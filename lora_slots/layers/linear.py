@@ -48,10 +48,12 @@ def _add_rows(y: Tensor, h: Tensor, lora_B: Tensor, scaling: Tensor) -> Tensor:
     lora_B = lora_B.to(dtype)
     on = scaling != 0
     if dtype == torch.float16:
-        # scaling * h can leave the range of float16 where scaling * (h @ B) does not. What shrinks
-        # is applied to h, what grows to B, whose entries are small.
-        lora_B = (lora_B * scaling.abs().clamp(min=1).t()).to(dtype)
-        scaling = scaling.clamp(-1, 1)
+        # scaling * h can leave the range of float16 where scaling * (h @ B) does not, and so can
+        # scaling * B. What shrinks is applied to h; of what grows, B takes what it has room for.
+        room = 2**15 / lora_B.abs().amax(dim=1).float()
+        grow = torch.minimum(scaling.abs().clamp(min=1), room)
+        lora_B = (lora_B * grow.t()).to(dtype)
+        scaling = scaling / grow
     h = torch.where(on, h * scaling, 0).to(dtype)
     total = torch.addmm(y.reshape(-1, y.shape[-1]).to(dtype), h.reshape(-1, h.shape[-1]), lora_B)
     return total.to(y.dtype).reshape(y.shape)

@@ -55,7 +55,7 @@ def read_weights(
             if header_only:
                 return {name: _describe(view) for name, view in slices.items()}, metadata
             return _map(path, slices), metadata
-    except (safetensors.SafetensorError, OSError) as error:
+    except (safetensors.SafetensorError, OSError, RuntimeError) as error:
         raise AdapterFileError(_diagnose(path, error)) from error
 
 

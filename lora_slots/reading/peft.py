@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -81,7 +82,7 @@ def check_keys(raw: RawAdapter) -> None:
     """
     for key in raw.tensors:
         for piece, what in _FOREIGN.items():
-            if piece in key:
+            if re.search(rf"(?:^|[._]){re.escape(piece)}", key):
                 raise UnsupportedAdapterError(
                     f"{raw.source} uses {what}, as its key {key!r} shows; only LoRA under PEFT's "
                     "key names ('....lora_A.weight') is read"

@@ -1,0 +1,59 @@
+"""Every example runs; what takes minutes under inductor runs eagerly or smaller here."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import bench
+import pytest
+import quickstart
+import torch
+import train_adapters
+
+pytestmark = pytest.mark.slow
+
+
+def test_the_quickstart_shows_right_answers_and_no_recompile(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The graphs are run eagerly, so that the compile takes seconds; everything else is real."""
+    compile_ = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda m, **kw: compile_(m, backend="eager", **kw))
+    monkeypatch.setattr(quickstart, "NEW_TOKENS", 3)
+    with quickstart.console.capture() as capture:
+        rows, peft_rows = quickstart.main()
+    assert [row.graphs for row in rows] == [0] * 7
+    assert all(row.difference < 1e-3 for row in rows)
+    assert rows[-1].difference == 0
+    assert [row.rank for row in rows[1:5]] == ["4", "8", "16", "32"]
+    assert any("refused" in row for row in peft_rows)
+    assert all(name in capture.get() for name in quickstart.NAMES)
+
+
+def test_the_benchmark_compares_outputs_and_writes_json(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    output = tmp_path / "bench.json"
+    arguments = ["bench.py", "swap", "--layers", "1", "--rounds", "2", "--json", str(output)]
+    monkeypatch.setattr(sys, "argv", arguments)
+    bench.main()
+    result = json.loads(output.read_text())
+    assert result["environment"]["torch"] == torch.__version__
+    assert len(result["figures"]) == 3
+    assert all(figure["ours"] > 0 and figure["peft"] > 0 for figure in result["figures"])
+
+
+def test_an_adapter_can_be_trained_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One epoch over four of the texts: the whole path, not the quality."""
+    recipe = train_adapters.Recipe(r=4, lora_alpha=8, target_modules=("q_proj",), epochs=1)
+    monkeypatch.setitem(train_adapters.RECIPES, "pirate", recipe)
+    read = train_adapters.read_texts
+    monkeypatch.setattr(train_adapters, "read_texts", lambda path: read(path)[:4])
+    monkeypatch.setattr(sys, "argv", ["train_adapters.py", "pirate", "--output", str(tmp_path)])
+    train_adapters.main()
+    assert {file.name for file in (tmp_path / "pirate").iterdir()} == {
+        "adapter_config.json",
+        "adapter_model.safetensors",
+    }
