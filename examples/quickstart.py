@@ -36,8 +36,7 @@ MIX = {"bard": 0.5, "pirate": 0.5}
 PROMPT = "What is the sea?"
 NEW_TOKENS = 24
 MAX_RANK = 32
-console = Console()
-console.width = max(console.width, 120)  # the answers need room
+console = Console(width=max(Console().width, 120))  # the answers need room
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,7 @@ class Encoder(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True, dropout=0.0)
-        self.encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+        self.encoder = nn.TransformerEncoder(layer, 2)
         self.head = nn.Linear(8, 6)
 
     def forward(self, x: Tensor) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import types
 
 import pytest
 import torch
@@ -243,3 +244,24 @@ def test_an_adapter_in_memory_needs_no_file(model, manager):
     report = manager.load(read_adapter(tensors_of(pairs({TOY_MODULES[0]: 2}))))
     assert report.source == "<tensors in memory>"
     assert report.modules == TOY_MODULES[:1]
+
+
+def test_an_adapter_for_another_base_is_a_warning_where_the_load_stands():
+    model = toy()
+    model.config = types.SimpleNamespace(_name_or_path="maker/base")
+    manager = SlotManager(model, max_rank=8)
+    config = {"r": 4, "base_model_name_or_path": "maker/other"}
+    with pytest.warns(UserWarning, match="trained on maker/other.*is maker/base") as caught:
+        manager.load(toy_adapter().with_config(config))
+    assert caught[0].filename == __file__
+    assert manager.loaded_adapters == ("default",)
+
+
+@pytest.mark.parametrize("ours", ["maker/base", "Maker/Base", "", "/a/folder", None])
+@pytest.mark.parametrize("theirs", ["maker/base", "", None, "/some/where"])
+def test_bases_that_agree_or_cannot_be_compared_give_no_warning(recwarn, ours, theirs):
+    model = toy()
+    model.config = types.SimpleNamespace(_name_or_path=ours)
+    manager = SlotManager(model, max_rank=8)
+    manager.load(toy_adapter().with_config({"r": 4, "base_model_name_or_path": theirs}))
+    assert [str(w.message) for w in recwarn] == []

@@ -110,7 +110,7 @@ def modules_that_the_model_lacks(path: Path) -> Path:
     return write_folder(path, tensors_of(pairs(dict.fromkeys(names, 4))), GOOD)
 
 
-def scaling_beyond_float32(path: Path) -> Path:
+def alpha_beyond_float32(path: Path) -> Path:
     return toy_folder(path, lora_alpha=1e300)
 
 
@@ -127,7 +127,7 @@ BAD: dict[Callable[[Path], Path], type[LoraSlotsError]] = {
     dora: UnsupportedAdapterError,
     another_algorithm: UnsupportedAdapterError,
     modules_that_the_model_lacks: TargetMismatchError,
-    scaling_beyond_float32: ArgumentError,
+    alpha_beyond_float32: AdapterFileError,
 }
 
 

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from toys import TINY, TOKENS, write_adapter
+from transformers import LlamaForCausalLM
 
 from lora_slots import SlotManager
 
@@ -47,7 +48,9 @@ def test_generate_compiles_prompt_and_token_once_for_all_adapters(tmp_path, comp
 
 
 def test_twin_a_growing_cache_compiles_again():
-    model = TINY["llama"].build()
+    config = TINY["llama"].build().config
+    config.num_hidden_layers = 1
+    model = LlamaForCausalLM(config).eval()
     SlotManager(model, max_rank=8)
     counter = CompileCounterWithBackend("eager")
     model.compile(backend=counter, dynamic=False)

@@ -67,7 +67,8 @@ def _map(path: str, slices: dict[str, Any]) -> dict[str, Tensor]:
     """
     shapes = [torch.Size(view.get_shape()) for view in slices.values()]
     kinds = [view.get_dtype() for view in slices.values()]
-    dtypes = {kind: _dtype(view) for kind, view in zip(kinds, slices.values(), strict=True)}
+    one_each = dict(zip(kinds, slices.values(), strict=True))
+    dtypes = {kind: _dtype(view) for kind, view in one_each.items()}
     sizes = [
         shape.numel() * dtypes[kind].itemsize for shape, kind in zip(shapes, kinds, strict=True)
     ]

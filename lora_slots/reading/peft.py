@@ -35,6 +35,7 @@ _FOREIGN = {
     "lora_mid": "Tucker convolutions (lora_mid)",
     "dora_scale": "DoRA (dora_scale)",
 }
+_FOREIGN_PIECE = re.compile(rf"(?:^|[._])({'|'.join(map(re.escape, _FOREIGN))})")
 
 
 def read_path(path: str, *, header_only: bool = False, allow_pickle: bool = False) -> RawAdapter:
@@ -81,12 +82,12 @@ def check_keys(raw: RawAdapter) -> None:
         UnsupportedAdapterError: The names are those of another format or algorithm.
     """
     for key in raw.tensors:
-        for piece, what in _FOREIGN.items():
-            if re.search(rf"(?:^|[._]){re.escape(piece)}", key):
-                raise UnsupportedAdapterError(
-                    f"{raw.source} uses {what}, as its key {key!r} shows; only LoRA under PEFT's "
-                    "key names ('....lora_A.weight') is read"
-                )
+        foreign = _FOREIGN_PIECE.search(key)
+        if foreign is not None:
+            raise UnsupportedAdapterError(
+                f"{raw.source} uses {_FOREIGN[foreign[1]]}, as its key {key!r} shows; only LoRA "
+                "under PEFT's key names ('....lora_A.weight') is read"
+            )
     if not any("lora_" in key for key in raw.tensors):
         keys = ", ".join(repr(key) for key in list(raw.tensors)[:3]) or "none at all"
         raise AdapterFileError(f"{raw.source} holds no LoRA tensors; its keys are {keys}")
