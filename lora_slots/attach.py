@@ -11,7 +11,7 @@ from torch._dynamo import OptimizedModule
 
 from lora_slots.errors import ArgumentError, AttachError
 from lora_slots.layers import kind_of
-from lora_slots.layers.swap import add_slots, has_slots, remove_slots
+from lora_slots.layers.swap import add_slots, has_other_class, has_slots, remove_slots
 from lora_slots.layout import Layout, Target
 from lora_slots.refusals import is_compiled, refuse_fast_path, refuse_unattachable
 
@@ -63,7 +63,17 @@ def attach(layout: Layout, *, rows: int, dtype: torch.dtype | None) -> None:
 
 
 def detach(layout: Layout) -> None:
-    """Take the slots of all target modules away; the model is as it came."""
+    """Take the slots of all target modules away; the model is as it came.
+
+    Raises:
+        AttachError: The class of a target module was changed since. Nothing is detached.
+    """
+    for target in layout:
+        if has_slots(target.module) and has_other_class(target.module):
+            raise AttachError(
+                f"{target.path} has become {type(target.module).__name__} since it got its slots; "
+                "undo that first (torch.nn.utils.parametrize changes classes, for example)"
+            )
     for target in layout:
         if has_slots(target.module):
             remove_slots(target.module)
@@ -100,7 +110,8 @@ def _device(target: Target) -> torch.device:
     """Where the layer computes: accelerate keeps offloaded weights on meta until needed."""
     weight: Tensor = target.weight
     hook: Any = vars(target.module).get("_hf_hook")
-    execution_device = getattr(hook, "execution_device", None)
-    if weight.is_meta and execution_device is not None:
-        return torch.device(execution_device)
+    for part in getattr(hook, "hooks", (hook,)):
+        execution_device = getattr(part, "execution_device", None)
+        if weight.is_meta and execution_device is not None:
+            return torch.device(execution_device)
     return weight.device

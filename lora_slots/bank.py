@@ -2,16 +2,47 @@
 
 from __future__ import annotations
 
+import operator
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from lora_slots.errors import ArgumentError
 from lora_slots.layers import SlotLayer
 from lora_slots.layout import Layout
 from lora_slots.staging import StagedAdapter
+
+Table = NDArray[np.float32]
+_ALIGNED = 16  # float32 values, 64 bytes
+
+
+@dataclass(frozen=True, eq=False)
+class _ScalingGroup:
+    """The ``scaling`` buffers on one device, and a table there that is copied into them.
+
+    Attributes:
+        indices: Which modules they belong to.
+        scalings: The buffers, ``[1, R]`` each.
+        table: ``[buffers, R]`` on their device.
+        rows: The rows of ``table``, ``[1, R]`` each; none where the buffers are those rows.
+    """
+
+    indices: list[int]
+    scalings: list[Tensor]
+    table: Tensor
+    rows: list[Tensor]
+
+    def write(self, table: Table) -> None:
+        """Copy the rows of ``table [modules, R]`` that belong to this group."""
+        own = table if len(self.indices) == len(table) else table[self.indices]
+        self.table.copy_(torch.from_numpy(own))
+        if self.rows:
+            torch._foreach_copy_(self.scalings, self.rows)
 
 
 class Bank:
@@ -28,9 +59,26 @@ class Bank:
         self._layers: list[SlotLayer] = [target.slots for target in layout]
         self._held: list[StagedAdapter | None] = [None] * num_slots
         self._spare: tuple[Tensor, ...] = ()
-        # What each row's scaling is at weight 1, and what the model now holds.
-        self._units = _zeros(num_slots, len(layout), max_rank, dtype=torch.float64)
-        self._table = _zeros(len(layout), num_slots * max_rank, dtype=torch.float32)
+        # How often the buffers had been replaced when each slot was written.
+        self._generations = [SlotLayer.generation] * num_slots
+        # The scaling at weight 1 of every module and slot, which rows of a slot it holds for, and
+        # the table [modules, R] that the model now holds.
+        self._units = np.zeros((len(layout), num_slots))
+        self._used = np.zeros((len(layout), num_slots, max_rank), dtype=np.float32)
+        self._table = np.zeros((len(layout), num_slots * max_rank), dtype=np.float32)
+        scalings = self._buffers("scaling", range(len(self._layers)))
+        self._groups = self._group(scalings, shared=True)
+        self._scalings = self._buffers("scaling", range(len(self._layers)))
+
+    def __getstate__(self) -> dict[str, object]:
+        """Leave out what is looked up again: copies and pickles have buffers of their own."""
+        unknown = [-1] * self.num_slots
+        return vars(self) | {
+            "_groups": [],
+            "_scalings": [None] * len(self._layers),
+            "_spare": (),
+            "_generations": unknown,
+        }
 
     def held(self, slot: int) -> StagedAdapter | None:
         """What ``slot`` holds."""
@@ -54,9 +102,9 @@ class Bank:
             BaseException: Whatever a copy raises, after everything was put back as it was.
         """
         before = self._held[slot]
-        units = self._units.clone()
-        units[slot] = _unit_rows(staged, len(self._layers), self.max_rank)
-        table = _weighted(units, weights)
+        units, used = self._units.copy(), self._used.copy()
+        units[:, slot], used[:, slot] = _unit_rows(staged, len(self._layers), self.max_rank)
+        table = _weighted(units, used, weights)
         undo = self._backup(slot, before)
         try:
             self._copy(slot, staged, used=before)
@@ -65,7 +113,8 @@ class Bank:
             self._copy(slot, undo, used=staged)
             self._write_scaling(self._table)
             raise
-        self._held[slot], self._units, self._table = staged, units, table
+        self._held[slot], self._units, self._used, self._table = staged, units, used, table
+        self._generations[slot] = SlotLayer.generation
         self._spare = () if before is None or staged is None else before.blocks
 
     def set_weights(self, weights: Mapping[int, float]) -> None:
@@ -75,7 +124,7 @@ class Bank:
             ArgumentError: A weight times a scaling leaves the range of float32. Nothing is written.
             BaseException: Whatever a copy raises, after everything was put back as it was.
         """
-        table = _weighted(self._units, weights)
+        table = _weighted(self._units, self._used, weights)
         try:
             self._write_scaling(table)
         except BaseException:
@@ -114,10 +163,7 @@ class Bank:
         """What to put back if a write fails: the staged copy where that is still exact."""
         if staged is None:
             return None
-        buffers = self._buffers("lora_A", staged.targets)
-        if all(
-            buffer.dtype == part.dtype for buffer, part in zip(buffers, staged.lora_A, strict=True)
-        ):
+        if self._generations[slot] == SlotLayer.generation:
             return staged
         # The model was cast since: the buffers hold what no staged copy does.
         rows = {
@@ -133,17 +179,43 @@ class Bank:
             staged.source, staged.targets, staged.scaling, rows["lora_A"], rows["lora_B"]
         )
 
-    def _write_scaling(self, table: Tensor) -> None:
-        """Copy ``table [modules, R]`` into every ``scaling [1, R]``, once over each device."""
-        by_device: dict[torch.device, list[int]] = defaultdict(list)
+    def _write_scaling(self, table: Table) -> None:
+        """Copy ``table [modules, R]`` into every ``scaling [1, R]``, once over to each device."""
         scalings = self._buffers("scaling", range(len(self._layers)))
+        if not all(map(operator.is_, self._scalings, scalings)):
+            self._scalings, self._groups = scalings, self._group(scalings)
+        for group in self._groups:
+            group.write(table)
+
+    def _group(self, scalings: list[Tensor], *, shared: bool = False) -> list[_ScalingGroup]:
+        """Sort the ``scaling`` buffers by device; ``shared`` makes them rows of one table each.
+
+        One table is written in one copy, where hundreds of small tensors cost a look-up each. What
+        ``.to()`` or a hook puts in their place later shares nothing, and is copied one by one.
+        """
+        by_device: dict[torch.device, list[int]] = defaultdict(list)
         for index, scaling in enumerate(scalings):
             by_device[scaling.device].append(index)
-        for device, indices in by_device.items():
-            rows = table if len(indices) == len(table) else table[indices]
-            _copy_each(
-                [scalings[index] for index in indices], rows.to(device).unsqueeze(1).unbind()
-            )
+        groups = []
+        with torch.inference_mode(False):
+            for device, indices in by_device.items():
+                columns = scalings[0].shape[1]
+                # Rows begin where vector instructions like them to.
+                stride = -(-columns // _ALIGNED) * _ALIGNED
+                memory = torch.zeros(len(indices) * stride, dtype=torch.float32, device=device)
+                table = memory.view(-1, stride)[:, :columns]
+                rows = [
+                    memory.as_strided((1, columns), (columns, 1), number * stride)
+                    for number in range(len(indices))
+                ]
+                if shared:
+                    for index, row in zip(indices, rows, strict=True):
+                        self._layers[index].scaling = row
+                    groups.append(_ScalingGroup(indices, rows, table, []))
+                else:
+                    own = [scalings[index] for index in indices]
+                    groups.append(_ScalingGroup(indices, own, table, rows))
+        return groups
 
     def _buffers(self, name: str, targets: Iterable[int]) -> list[Tensor]:
         # Read anew each time, since `.to()` replaces buffers; from the dict, since attribute
@@ -161,33 +233,38 @@ def _zero_each(views: Sequence[Tensor]) -> None:
         torch._foreach_zero_(list(views))
 
 
-def _unit_rows(staged: StagedAdapter | None, modules: int, max_rank: int) -> Tensor:
-    """The scaling of every row of a slot at weight 1: ``[modules, max_rank]`` float64."""
-    rows = _zeros(modules, max_rank, dtype=torch.float64)
+def _unit_rows(
+    staged: StagedAdapter | None, modules: int, max_rank: int
+) -> tuple[NDArray[np.float64], Table]:
+    """What a slot's scalings are at weight 1, ``[modules]``, and for which rows of it.
+
+    The rows are 1 or 0: ``[modules, max_rank]``.
+    """
+    units = np.zeros(modules)
+    used = np.zeros((modules, max_rank), dtype=np.float32)
     if staged is not None:
-        ranks = torch.tensor(staged.ranks, device="cpu")
-        scaling = torch.tensor(staged.scaling, dtype=torch.float64, device="cpu")
-        used = torch.arange(max_rank, device="cpu") < ranks[:, None]
-        rows[torch.tensor(staged.targets, device="cpu")] = torch.where(used, scaling[:, None], 0.0)
-    return rows
+        targets = list(staged.targets)
+        units[targets] = staged.scaling
+        used[targets] = np.arange(max_rank) < np.array(staged.ranks)[:, None]
+    return units, used
 
 
-def _zeros(*shape: int, dtype: torch.dtype) -> Tensor:
-    # On the host whatever the user's default device is.
-    return torch.zeros(shape, dtype=dtype, device="cpu")
+def _weighted(units: NDArray[np.float64], used: Table, weights: Mapping[int, float]) -> Table:
+    """The scaling table ``[modules, R]``.
 
-
-def _weighted(units: Tensor, weights: Mapping[int, float]) -> Tensor:
-    """The scaling table ``[modules, R]`` float32 of ``units [slots, modules, max_rank]``."""
-    slots = units.shape[0]
-    factors = _zeros(slots, dtype=torch.float64)
+    Args:
+        units: The scalings at weight 1: ``[modules, slots]``.
+        used: The rows they hold for: ``[modules, slots, max_rank]``.
+        weights: The weight of each slot that contributes.
+    """
+    table = np.zeros_like(used)
     for slot, weight in weights.items():
-        factors[slot] = weight
-    table = (units * factors[:, None, None]).float()
-    if not torch.isfinite(table).all():
-        slot = next(s for s in range(slots) if not torch.isfinite(table[s]).all())
-        raise ArgumentError(
-            f"a weight times the adapter's scaling must be a finite float32, got weight "
-            f"{weights[slot]!r} times scalings up to {float(units[slot].abs().max())!r}"
-        )
-    return table.permute(1, 0, 2).reshape(units.shape[1], -1)
+        with np.errstate(over="ignore"):
+            scalings = (units[:, slot] * weight).astype(np.float32)
+        if not np.isfinite(scalings).all():
+            raise ArgumentError(
+                f"a weight times the adapter's scaling must be a finite float32, got weight "
+                f"{weight!r} times scalings up to {float(abs(units[:, slot]).max())!r}"
+            )
+        np.multiply(used[:, slot], scalings[:, None], out=table[:, slot])
+    return table.reshape(len(units), -1)

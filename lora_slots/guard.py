@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import re
 import threading
 import traceback
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 
+import torch
 import torch._dynamo
 from torch import Tensor
 from torch._C._dynamo.eval_frame import get_eval_frame_callback
@@ -19,10 +21,11 @@ from lora_slots.layers import SlotLayer
 from lora_slots.layers.watch import listen
 from lora_slots.layout import Layout
 
+_OWN_CODE = tuple(os.path.join(os.path.dirname(file), "") for file in (torch.__file__, __file__))
 _FAILED_GUARD = re.compile(r"^\s*- (?:\d+/\d+: )?(?P<guard>.+?)(?:\s+# .*)?$", re.MULTILINE)
 
 
-@contextmanager
+@contextlib.contextmanager
 def no_recompile(layout: Layout, *, allow_first: bool = False) -> Iterator[None]:
     """Raise where code is compiled, or compiled code is abandoned, in the calling thread.
 
@@ -78,9 +81,9 @@ def _explained(error: DynamoRecompileError) -> RecompileError:
 
 
 def _caller() -> str:
-    """The innermost line outside of torch that led to a compilation."""
+    """The innermost line, outside of torch and of this package, that led to a compilation."""
     for frame in reversed(traceback.extract_stack()):
-        if "/torch/" not in frame.filename and "/lora_slots/" not in frame.filename:
+        if not frame.filename.startswith(_OWN_CODE) and frame.filename != contextlib.__file__:
             return f"{frame.filename}:{frame.lineno} in {frame.name}"
     return "an unknown caller"
 

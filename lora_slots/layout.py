@@ -26,7 +26,7 @@ def spellings(path: str) -> tuple[str, ...]:
     """
     plain = without_wrappers(path)
     names = [path, plain, plain.removeprefix(PEFT_PREFIX)]
-    if AMBIGUOUS_SEGMENT in plain.split("."):
+    if AMBIGUOUS_SEGMENT in plain and AMBIGUOUS_SEGMENT in plain.split("."):
         bare = _without(plain, {AMBIGUOUS_SEGMENT})
         names += [bare, bare.removeprefix(PEFT_PREFIX)]
     return tuple(dict.fromkeys(names))
@@ -34,7 +34,7 @@ def spellings(path: str) -> tuple[str, ...]:
 
 def without_wrappers(path: str) -> str:
     """``path`` less what torch.compile, FSDP and checkpointing put into it."""
-    return _without(path, WRAPPER_SEGMENTS)
+    return _without(path, WRAPPER_SEGMENTS) if "._" in f".{path}" else path
 
 
 def _without(path: str, segments: frozenset[str] | set[str]) -> str:
@@ -156,7 +156,7 @@ class Layout:
 def named_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Every name of every module but the root and what slots have added."""
     for path, module in model.named_modules(remove_duplicate=False):
-        if path and CHILD_NAME not in path.split("."):
+        if path and not isinstance(module, SlotLayer):
             yield path, module
 
 

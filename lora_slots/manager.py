@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import threading
 import time
 import warnings
 from collections.abc import Callable, Iterable, Sequence
@@ -83,14 +84,16 @@ class SlotManager:
                 "first"
             )
         refusals.refuse_model(inner)
-        refusals.refuse_freezing(model)
+        refusals.refuse_freezing(model.modules())
         layout = survey(inner, target_modules)
         warn_if_compiled(model)
         attach(layout, rows=num_slots * max_rank, dtype=dtype)
         self._model = inner
+        self._modules = tuple(inner.modules())
         self._layout = layout
         self._bank = Bank(layout, max_rank=max_rank, num_slots=num_slots)
         self._roster = Roster(num_slots)
+        self._lock = threading.RLock()
         # On the model, so that copies and pickles of it bring their manager along.
         vars(inner)[_ATTRIBUTE] = self
 
@@ -178,11 +181,13 @@ class SlotManager:
             AttachError: The manager was detached, or the model is in a state that ignores slots.
         """
         started = time.perf_counter()
-        adapter, staged, slot = self._prepare(source, adapter_name, strict)
-        roster = self._roster.with_loaded(adapter_name, weight=weight, activate=activate)
-        self._bank.write(slot, staged, roster.slot_weights())
-        self._roster = roster
-        return _report(adapter, staged, adapter_name, slot, started)
+        adapter = self._resolve(source, adapter_name, strict)
+        with self._lock:
+            staged, slot = self._stage(adapter, adapter_name)
+            roster = self._roster.with_loaded(adapter_name, weight=weight, activate=activate)
+            self._bank.write(slot, staged, roster.slot_weights())
+            self._roster = roster
+            return _report(adapter, staged, adapter_name, slot, started)
 
     def check(
         self,
@@ -193,8 +198,10 @@ class SlotManager:
     ) -> LoadReport:
         """What `load` would report, or the error it would raise. Writes nothing."""
         started = time.perf_counter()
-        adapter, staged, slot = self._prepare(source, adapter_name, strict)
-        return _report(adapter, staged, adapter_name, slot, started)
+        adapter = self._resolve(source, adapter_name, strict)
+        with self._lock:
+            staged, slot = self._stage(adapter, adapter_name)
+            return _report(adapter, staged, adapter_name, slot, started)
 
     def unload(self, adapter_name: str) -> None:
         """Empty the adapter's slot; the output is exactly what it was without it.
@@ -202,10 +209,11 @@ class SlotManager:
         Raises:
             UnknownAdapterError: No adapter of that name is loaded.
         """
-        self._check_usable()
-        roster = self._roster.without(adapter_name)
-        self._bank.write(self._roster[adapter_name].slot, None, roster.slot_weights())
-        self._roster = roster
+        with self._lock:
+            self._check_usable()
+            roster = self._roster.without(adapter_name)
+            self._bank.write(self._roster[adapter_name].slot, None, roster.slot_weights())
+            self._roster = roster
 
     def set_adapters(
         self,
@@ -223,8 +231,7 @@ class SlotManager:
             UnknownAdapterError: A name is not loaded.
             ArgumentError: Names repeat, or the weights are not finite numbers, one for each.
         """
-        self._check_usable()
-        self._update(self._roster.with_selected(adapter_names, weights))
+        self._update(lambda roster: roster.with_selected(adapter_names, weights))
 
     def set_weight(self, adapter_name: str, weight: float) -> None:
         """Set the multiplier of an adapter's own scaling; 0 takes it out, nothing compounds.
@@ -235,18 +242,15 @@ class SlotManager:
             UnknownAdapterError: No adapter of that name is loaded.
             ArgumentError: ``weight`` is not a finite number.
         """
-        self._check_usable()
-        self._update(self._roster.with_weight(adapter_name, weight))
+        self._update(lambda roster: roster.with_weight(adapter_name, weight))
 
     def disable_adapters(self) -> None:
         """Let no adapter contribute, whatever is loaded or set, until `enable_adapters`."""
-        self._check_usable()
-        self._update(self._roster.with_enabled(False))
+        self._update(lambda roster: roster.with_enabled(False))
 
     def enable_adapters(self) -> None:
         """Let the active adapters contribute again."""
-        self._check_usable()
-        self._update(self._roster.with_enabled(True))
+        self._update(lambda roster: roster.with_enabled(True))
 
     @property
     def loaded_adapters(self) -> tuple[str, ...]:
@@ -298,7 +302,11 @@ class SlotManager:
 
     def status(self) -> ManagerStatus:
         """What is loaded where, and what it costs. Reads names and sizes only."""
-        self._check_usable()
+        with self._lock:
+            self._check_usable()
+            return self._status()
+
+    def _status(self) -> ManagerStatus:
         names = {entry.slot: name for name, entry in self._roster.entries.items()}
         slots = [self._slot_status(slot, names.get(slot)) for slot in range(self._bank.num_slots)]
         buffers = [b for target in self._layout for b in target.slots.buffers(recurse=False)]
@@ -318,31 +326,49 @@ class SlotManager:
 
         A compiled model compiles once more.
         """
-        self._check_usable()
-        detach(self._layout)
-        del vars(self._model)[_ATTRIBUTE]
-        self._roster = Roster(self._bank.num_slots)
+        with self._lock:
+            self._check_usable()
+            detach(self._layout)
+            del vars(self._model)[_ATTRIBUTE]
+            self._roster = Roster(self._bank.num_slots)
+            # A manager that is kept around keeps no buffers and no host copies alive.
+            del self._bank, self._layout, self._modules
+
+    def __getstate__(self) -> dict[str, object]:
+        """Copies and pickles get a lock of their own."""
+        return {name: value for name, value in vars(self).items() if name != "_lock"}
+
+    def __setstate__(self, state: dict[str, object]) -> None:
+        """Undo `__getstate__`."""
+        vars(self).update(state)
+        self._lock = threading.RLock()
 
     def __repr__(self) -> str:
         """Show the sizes and what is loaded."""
+        if "_bank" not in vars(self):
+            return "SlotManager(detached)"
         return (
             f"SlotManager({type(self._model).__name__}, max_rank={self._bank.max_rank}, "
             f"num_slots={self._bank.num_slots}, loaded={list(self.loaded_adapters)})"
         )
 
-    def _prepare(
-        self, source: Source | RawAdapter, adapter_name: str, strict: bool
-    ) -> tuple[Adapter, StagedAdapter, int]:
-        """Everything of a load that can fail, but the writing."""
+    def _resolve(self, source: Source | RawAdapter, adapter_name: str, strict: bool) -> Adapter:
+        """The part of a load that touches no state, and so needs no lock."""
         self._check_usable()
-        refusals.refuse_freezing(self._model)
+        refusals.refuse_freezing(self._modules)
         refusals.refuse_fast_path(self._layout)
-        slot = self._roster.slot_for(adapter_name)
+        self._roster.slot_for(adapter_name)  # an error here saves the reading
         raw = source if isinstance(source, RawAdapter) else read_adapter(source)
         adapter = resolve(raw, self._layout, strict=strict)
         self._warn_of_other_base(adapter)
-        staged = stage(adapter, self._layout, max_rank=self._bank.max_rank, spare=self._bank.spare)
-        return adapter, staged, slot
+        return adapter
+
+    def _stage(self, adapter: Adapter, adapter_name: str) -> tuple[StagedAdapter, int]:
+        """The rest of what can fail before the writing; the bank's spare memory is overwritten."""
+        self._check_usable()
+        bank = self._bank
+        staged = stage(adapter, self._layout, max_rank=bank.max_rank, spare=bank.spare)
+        return staged, self._roster.slot_for(adapter_name)
 
     def _warn_of_other_base(self, adapter: Adapter) -> None:
         ours, theirs = self._layout.model_name, adapter.base_model
@@ -353,9 +379,13 @@ class SlotManager:
                 stacklevel=4,
             )
 
-    def _update(self, roster: Roster) -> None:
-        self._bank.set_weights(roster.slot_weights())
-        self._roster = roster
+    def _update(self, change: Callable[[Roster], Roster]) -> None:
+        with self._lock:
+            self._check_usable()
+            refusals.refuse_fast_path(self._layout)
+            roster = change(self._roster)
+            self._bank.set_weights(roster.slot_weights())
+            self._roster = roster
 
     def _slot_status(self, slot: int, name: str | None) -> SlotStatus:
         staged = self._bank.held(slot)

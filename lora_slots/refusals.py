@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -53,7 +54,7 @@ def refuse_fast_path(layout: Layout) -> None:
             )
 
 
-def refuse_freezing(model: nn.Module) -> None:
+def refuse_freezing(modules: Iterable[nn.Module]) -> None:
     """Refuse inductor's ``freezing``, which bakes buffers into compiled code as constants.
 
     It is seen where it is set globally, in the options of a module's ``compile()``, or in those of
@@ -64,7 +65,7 @@ def refuse_freezing(model: nn.Module) -> None:
     """
     import torch._inductor.config as inductor
 
-    if inductor.freezing or any(_freezes(module) for module in model.modules()):
+    if inductor.freezing or any(_freezes(module) for module in modules):
         raise AttachError(
             "inductor's option freezing is on, which makes constants of the slots, so that swaps "
             "would be ignored; turn torch._inductor.config.freezing off, or compile without it"

@@ -125,14 +125,18 @@ def _without_ddp(names: list[str], layout: Layout) -> list[str]:
 
     One name alone cannot tell it from a real submodule called ``module``.
     """
-    plain = [without_wrappers(name).removeprefix(PEFT_PREFIX) for name in names]
-    if not all(name.startswith("module.") for name in plain):
+    if not all(_plain(name).startswith("module.") for name in names):
         return names
+    plain = [_plain(name) for name in names]
     own = {without_wrappers(alias) for target in layout for alias in target.aliases}
     if own.issuperset(plain):
         return names
     bare = [name.removeprefix("module.").removeprefix(PEFT_PREFIX) for name in plain]
     return bare if own.issuperset(bare) else names
+
+
+def _plain(name: str) -> str:
+    return without_wrappers(name).removeprefix(PEFT_PREFIX)
 
 
 def _check_same(one: tuple[Pair, float], other: tuple[Pair, float], raw: RawAdapter) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from lora_slots.errors import ArgumentError, NoFreeSlotError, UnknownAdapterError
@@ -100,7 +100,12 @@ class Roster:
         self, adapter_names: str | Sequence[str], weights: float | Sequence[float] | None
     ) -> Roster:
         """Select these adapters, and only these, with these weights; None: 1.0 each."""
-        names = [adapter_names] if isinstance(adapter_names, str) else list(adapter_names)
+        names = [adapter_names] if isinstance(adapter_names, str) else adapter_names
+        if not isinstance(names, Iterable):
+            raise ArgumentError(
+                f"adapter_names must be a name or a sequence of names, got {names!r}"
+            )
+        names = list(names)
         for name in names:
             self[name]
         if len(set(names)) != len(names):
@@ -150,7 +155,11 @@ def _one_each(weights: object, count: int) -> list[float]:
         return [1.0] * count
     if isinstance(weights, int | float):
         return [checked_weight(weights)] * count
-    if isinstance(weights, str) or not isinstance(weights, Sequence) or len(weights) != count:
+    if (
+        isinstance(weights, str | bytes)
+        or not isinstance(weights, Sequence)
+        or len(weights) != count
+    ):
         raise ArgumentError(
             f"weights must be one number, or one for each of {count} adapters, got {weights!r}; "
             "there are no weights per component or block"

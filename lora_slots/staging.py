@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 from collections import defaultdict
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from lora_slots.errors import (
@@ -19,15 +23,30 @@ from lora_slots.errors import (
 from lora_slots.layout import Layout, Target
 from lora_slots.resolve import Adapter, LoraModule
 
-# What stands in for a dtype that numpy does not have, by size in bytes.
-_SAME_SIZE = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+# The integers that floating-point numbers of each size are copied and looked at as.
+_BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+# Below this many bytes a tensor, starting threads costs more than they save.
+_WORTH_THREADS = 100_000
+
+
+@dataclass(frozen=True, eq=False)
+class _Part:
+    """One tensor of an adapter on its way into a block."""
+
+    module: LoraModule
+    side: str
+
+    @property
+    def tensor(self) -> Tensor:
+        tensor = self.module.lora_A if self.side == "lora_A" else self.module.lora_B
+        return tensor.detach() if tensor.requires_grad else tensor
 
 
 @dataclass(frozen=True, eq=False)
 class StagedAdapter:
     """An adapter on the host, ready to be copied into slots row by row. Immutable.
 
-    The tensors of one dtype share one packed block, so that finiteness is one reduction.
+    Tensors of one dtype and width share one packed block.
 
     Attributes:
         source: Where the adapter was read from.
@@ -35,7 +54,7 @@ class StagedAdapter:
         scaling: ``alpha / r`` or ``alpha / sqrt(r)``, one per target module.
         lora_A: ``[r, in]`` each, in the dtype of the module's buffers.
         lora_B: ``[r, out]`` each, likewise.
-        blocks: The memory that they share, one block per dtype; none in a copy.
+        blocks: The memory that they share, one flat block per dtype and width; none in a copy.
     """
 
     source: str
@@ -82,7 +101,9 @@ def stage(
     _check_ranks(adapter, max_rank)
     for module in adapter.modules:
         _check_target(module, layout.targets[module.target], adapter)
-    return _pack(adapter, layout, spare)
+    # What inference_mode makes could not be overwritten outside of it.
+    with torch.inference_mode(False):
+        return _pack(adapter, layout, list(spare))
 
 
 def _check_ranks(adapter: Adapter, max_rank: int) -> None:
@@ -95,22 +116,21 @@ def _check_ranks(adapter: Adapter, max_rank: int) -> None:
 
 
 def _check_target(module: LoraModule, target: Target, adapter: Adapter) -> None:
-    for side, tensor in (("lora_A", module.lora_A), ("lora_B", module.lora_B)):
+    A, B, rank = module.lora_A, module.lora_B, module.rank
+    if A.shape != (rank, target.in_features) or B.shape != (target.out_features, rank):
+        raise TargetMismatchError(
+            f"{target.path} has in_features={target.in_features} and out_features="
+            f"{target.out_features}, so lora_A must be {(rank, target.in_features)} and lora_B "
+            f"{(target.out_features, rank)}; adapter {adapter.source} has {tuple(A.shape)} and "
+            f"{tuple(B.shape)}: it was made for another model"
+        )
+    for side, tensor in (("lora_A", A), ("lora_B", B)):
         if tensor.is_meta or tensor.layout is not torch.strided:
             what = "is on the meta device" if tensor.is_meta else f"has layout {tensor.layout}"
             raise AdapterFileError(
                 f"{side} of {module.path} in adapter {adapter.source} {what}; only dense tensors "
                 "with data can be loaded"
             )
-    shapes = (tuple(module.lora_A.shape), tuple(module.lora_B.shape))
-    fitting = ((module.rank, target.in_features), (target.out_features, module.rank))
-    if shapes != fitting:
-        raise TargetMismatchError(
-            f"{target.path} has in_features={target.in_features} and "
-            f"out_features={target.out_features}, so lora_A must be {fitting[0]} and lora_B "
-            f"{fitting[1]}; adapter {adapter.source} has {shapes[0]} and {shapes[1]}: it was made "
-            "for another model"
-        )
     if target.slots.lora_A.is_meta:
         raise AttachError(
             f"the slot of {target.path} is on the meta device and can hold no adapter; give the "
@@ -118,83 +138,120 @@ def _check_target(module: LoraModule, target: Target, adapter: Adapter) -> None:
         )
 
 
-def _pack(adapter: Adapter, layout: Layout, spare: Sequence[Tensor]) -> StagedAdapter:
-    """Copy all tensors into one block per dtype: first every lora_A, then every lora_B."""
-    positions: dict[torch.dtype, list[int]] = defaultdict(list)
-    for position, module in enumerate(adapter.modules):
-        positions[layout.targets[module.target].slots.lora_A.dtype].append(position)
-    lora_A: dict[int, Tensor] = {}
-    lora_B: dict[int, Tensor] = {}
-    blocks = []
-    for dtype, chosen in positions.items():
-        modules = [adapter.modules[position] for position in chosen]
-        A = [module.lora_A.detach() for module in modules]
-        B = [module.lora_B.detach() for module in modules]
-        sizes = [part.numel() for part in (*A, *B)]
-        block = _memory(sum(sizes), dtype, spare)
-        flat = torch.split(block, sizes)
-        rows_A = [view.view(part.shape) for view, part in zip(flat, A, strict=False)]
-        rows_B = [view.view(part.shape[::-1]) for view, part in zip(flat[len(A) :], B, strict=True)]
-        torch._foreach_copy_(rows_A, A)
-        for rows, part in zip(rows_B, B, strict=True):
-            _copy_transposed(rows, part)
-        _check_finite(block, modules, rows_A, rows_B, adapter)
+def _pack(adapter: Adapter, layout: Layout, spare: list[Tensor]) -> StagedAdapter:
+    """Copy all tensors into one block per dtype and width, as rows one below the other."""
+    wanted: dict[tuple[torch.dtype, int], list[_Part]] = defaultdict(list)
+    for module in adapter.modules:
+        target = layout.targets[module.target]
+        dtype = target.slots.lora_A.dtype
+        wanted[dtype, target.in_features].append(_Part(module, "lora_A"))
+        wanted[dtype, target.out_features].append(_Part(module, "lora_B"))
+    blocks, views = [], []
+    for (dtype, width), parts in wanted.items():
+        ranks = [part.module.rank for part in parts]
+        block = _memory(sum(ranks) * width, dtype, spare)
         blocks.append(block)
-        lora_A.update(zip(chosen, rows_A, strict=True))
-        lora_B.update(zip(chosen, rows_B, strict=True))
-    order = range(len(adapter.modules))
+        views.append(torch.split(block.view(-1, width), ranks))
+    all_parts = [part for parts in wanted.values() for part in parts]
+    all_views = [view for each in views for view in each]
+    if not _fill(all_views, all_parts):
+        _raise_not_finite(all_views, all_parts, adapter)
+    rows = {
+        (part.module.target, part.side): view
+        for part, view in zip(all_parts, all_views, strict=True)
+    }
     return StagedAdapter(
         source=adapter.source,
         targets=tuple(module.target for module in adapter.modules),
         scaling=tuple(module.scaling for module in adapter.modules),
-        lora_A=tuple(lora_A[position] for position in order),
-        lora_B=tuple(lora_B[position] for position in order),
+        lora_A=tuple(rows[module.target, "lora_A"] for module in adapter.modules),
+        lora_B=tuple(rows[module.target, "lora_B"] for module in adapter.modules),
         blocks=tuple(blocks),
     )
 
 
-def _memory(numel: int, dtype: torch.dtype, spare: Sequence[Tensor]) -> Tensor:
-    """Host memory for ``numel`` elements: spare memory of that dtype where the size is right."""
-    for block in spare:
-        whole = torch.empty(0, dtype=dtype, device="cpu").set_(block.untyped_storage())
-        if block.dtype == dtype and whole.numel() // 2 <= numel <= whole.numel():
-            return whole[:numel]
+def _memory(numel: int, dtype: torch.dtype, spare: list[Tensor]) -> Tensor:
+    """Host memory for ``numel`` elements, taken out of ``spare`` where that has just this size.
+
+    Fresh pages cost several times what copying into them does.
+    """
+    for position, block in enumerate(spare):
+        if block.dtype == dtype and block.numel() == numel:
+            return spare.pop(position)
     return torch.empty(numel, dtype=dtype, device="cpu")
 
 
-def _copy_transposed(rows: Tensor, part: Tensor) -> None:
-    """Copy ``part [out, r]`` into ``rows [r, out]``; numpy is faster where nothing is cast."""
-    if rows.dtype == part.dtype and part.device == rows.device and rows.itemsize in _SAME_SIZE:
-        same_size = _SAME_SIZE[rows.itemsize]
-        np.copyto(rows.view(same_size).numpy(), part.view(same_size).numpy().T)
-    else:
-        rows.copy_(part.t())
+def _fill(views: list[Tensor], parts: list[_Part]) -> bool:
+    """Copy every part into its rows, in as many threads as torch uses where that pays.
+
+    Returns:
+        Whether every value is finite after the copy.
+    """
+    workers = torch.get_num_threads()
+    if workers == 1 or sum(view.nbytes for view in views) < _WORTH_THREADS * len(views):
+        return _fill_some(views, parts)
+    with ThreadPoolExecutor(workers) as pool:
+        shares = [(views[first::workers], parts[first::workers]) for first in range(workers)]
+        return all(pool.map(lambda share: _fill_some(*share), shares))
 
 
-def _check_finite(
-    block: Tensor,
-    modules: list[LoraModule],
-    rows_A: list[Tensor],
-    rows_B: list[Tensor],
-    adapter: Adapter,
-) -> None:
-    # NaN and infinity both reach the smallest or the largest value: one pass, nothing allocated.
-    smallest, largest = torch.aminmax(block)
-    if torch.isfinite(smallest) and torch.isfinite(largest):
-        return
-    for module, A, B in zip(modules, rows_A, rows_B, strict=True):
-        for side, rows, part in (("lora_A", A, module.lora_A), ("lora_B", B, module.lora_B)):
-            bad = int((~torch.isfinite(rows)).sum())
-            if bad == 0:
-                continue
-            where = f"{side} of {module.path} in adapter {adapter.source}"
-            bad_in_file = int((~torch.isfinite(part.float() if part.itemsize == 1 else part)).sum())
-            if bad_in_file:
-                raise AdapterFileError(
-                    f"{where} has {bad_in_file} NaN or infinite values of {part.numel()}"
-                )
-            raise AdapterFileError(
-                f"{where} has {bad} values of {part.numel()} that are finite in its {part.dtype} "
-                f"but not in the buffers' {rows.dtype}; build the SlotManager with "
-                "dtype=torch.float32"
-            )
+def _fill_some(views: Sequence[Tensor], parts: Sequence[_Part]) -> bool:
+    finite = True
+    # Autograd's mode is a thread's own.
+    with torch.no_grad():
+        for view, part in zip(views, parts, strict=True):
+            # B is transposed, once: a slot is a run of rows there too.
+            source = part.tensor if part.side == "lora_A" else part.tensor.t()
+            bits = view.view(_BITS[view.itemsize]).numpy()
+            if view.dtype == source.dtype and source.device == view.device:
+                # numpy transposes faster than torch, and waits for no other thread.
+                np.copyto(bits, source.view(_BITS[view.itemsize]).numpy())
+            else:
+                view.copy_(source)
+            finite = finite and _all_finite(view, bits)
+    return finite
+
+
+def _all_finite(view: Tensor, bits: NDArray[Any]) -> bool:
+    """Whether ``view`` is finite; ``bits`` is the same memory as integers of the same size.
+
+    A number that is not finite has every bit of its exponent set. Where no two numbers together
+    have, which one cheap pass tells and which holds for weights below 2, none has.
+
+    Source: IEEE 754-2019, section 3.4.
+    """
+    if view.nbytes % 8 == 0:
+        together = int(np.bitwise_or.reduce(bits.reshape(-1).view(np.uint64)))
+        width = 8 * view.itemsize
+        exponent = _exponent(view.dtype)
+        if all((together >> shift) & exponent != exponent for shift in range(0, 64, width)):
+            return True
+    return bool(torch.isfinite(view).all())
+
+
+@functools.cache
+def _exponent(dtype: torch.dtype) -> int:
+    """The bits of a number's exponent: those of infinity."""
+    infinity = torch.tensor(torch.inf, dtype=dtype, device="cpu")
+    return int(infinity.view(_BITS[dtype.itemsize]))
+
+
+def _raise_not_finite(views: list[Tensor], parts: list[_Part], adapter: Adapter) -> NoReturn:
+    view, part = next(
+        (view, part)
+        for view, part in zip(views, parts, strict=True)
+        if not torch.isfinite(view).all()
+    )
+    where = f"{part.side} of {part.module.path} in adapter {adapter.source}"
+    # isfinite knows no 8-bit floats
+    tensor = part.tensor.float() if part.tensor.itemsize == 1 else part.tensor
+    bad_in_file = int((~torch.isfinite(tensor)).sum())
+    if bad_in_file:
+        raise AdapterFileError(
+            f"{where} has {bad_in_file} NaN or infinite values of {view.numel()}"
+        )
+    bad = int((~torch.isfinite(view)).sum())
+    raise AdapterFileError(
+        f"{where} has {bad} values of {view.numel()} that are finite in its {part.tensor.dtype} "
+        f"but not in the buffers' {view.dtype}; build the SlotManager with dtype=torch.float32"
+    )

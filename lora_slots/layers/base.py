@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
@@ -21,11 +21,14 @@ class SlotLayer(nn.Module):
         lora_B: ``[R, out]``; rank-major, so that a slot is a run of whole rows here too.
         scaling: ``[1, R]`` float32, always; 0 for rows that contribute nothing. (Two dimensions,
             since ahead-of-time compilation inlines small vectors as constants.)
+        generation: How often ``.to()`` and its like have replaced buffers of any slot layer in this
+            process; while it stands still, references to buffers stay good.
     """
 
     lora_A: Tensor
     lora_B: Tensor
     scaling: Tensor
+    generation: ClassVar[int] = 0
 
     def __init__(
         self,
@@ -49,8 +52,12 @@ class SlotLayer(nn.Module):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         """Follow ``.to()``, ``.half()`` and ``.to_empty()``, but keep ``scaling`` float32."""
-        scaling = self.scaling
-        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        lora_A, scaling = self.lora_A, self.scaling
+        # As in __init__: what inference_mode makes could not be written to outside of it.
+        with torch.inference_mode(False):
+            super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        if self.lora_A is not lora_A:
+            SlotLayer.generation += 1
         if self.scaling.dtype != torch.float32:
             self.scaling = scaling.to(self.scaling.device)
         if scaling.is_meta and not self.scaling.is_meta:

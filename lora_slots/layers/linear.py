@@ -30,7 +30,7 @@ class LinearSlots(SlotLayer):
         """
         if not torch.compiler.is_compiling():
             watch.notify(self)
-        if torch.is_autocast_enabled(y.device.type):
+        if not y.is_meta and torch.is_autocast_enabled(y.device.type):
             h = F.linear(x, self.lora_A)
             with torch.autocast(y.device.type, enabled=False):
                 return _add_rows(y, h, self.lora_B, self.scaling)

@@ -18,13 +18,16 @@ from lora_slots.layers.base import SlotLayer
 CHILD_NAME = "lora_slots"
 
 
+# A class and its subclass with slots, and back.
 _slot_classes: dict[type[nn.Module], type[nn.Module]] = {}
+_base_classes: dict[type[nn.Module], type[nn.Module]] = {}
 
 
 def slot_class(cls: type[nn.Module]) -> type[nn.Module]:
     """The subclass of ``cls`` whose forward also runs the slots; one per class."""
     if cls not in _slot_classes:
-        _slot_classes[cls] = _make_slot_class(cls)
+        slotted = _make_slot_class(cls)
+        _slot_classes[cls], _base_classes[slotted] = slotted, cls
     return _slot_classes[cls]
 
 
@@ -46,7 +49,7 @@ def _reduce(module: nn.Module) -> tuple[Any, ...]:
     """Pickle and copy a slotted module by its base class: its own class has no import path."""
     make, args, *state = cast("tuple[Any, ...]", module.__reduce_ex__(4))
     if make is copyreg.__newobj__:  # type: ignore[attr-defined]
-        return (_new, (type(module).__bases__[0], *args[1:]), *state)
+        return (_new, (_base_classes[type(module)], *args[1:]), *state)
     return (make, args, *state)
 
 
@@ -57,14 +60,14 @@ def _new(cls: type[nn.Module], *args: Any) -> nn.Module:
 
 def add_slots(module: nn.Module, slots: SlotLayer) -> None:
     """Swap the class of ``module`` and make ``slots`` its child."""
-    module._modules[CHILD_NAME] = slots
     module.__class__ = slot_class(type(module))
+    module._modules[CHILD_NAME] = slots
     _rebind_instance_forward(module)
 
 
 def remove_slots(module: nn.Module) -> None:
     """Undo `add_slots`."""
-    module.__class__ = type(module).__bases__[0]
+    module.__class__ = _base_classes[type(module)]
     del module._modules[CHILD_NAME]
     _rebind_instance_forward(module)
 
@@ -74,16 +77,19 @@ def has_slots(module: nn.Module) -> bool:
     return isinstance(module._modules.get(CHILD_NAME), SlotLayer)
 
 
+def has_other_class(module: nn.Module) -> bool:
+    """Whether something changed the class of a module after it got its slots."""
+    return type(module) not in _base_classes
+
+
 def has_foreign_forward(module: nn.Module) -> bool:
     """Whether a ``forward`` of unknown origin sits on the instance, where it hides the class's.
 
     accelerate's hooks do that too, but keep the original in ``_old_forward``, which can be renewed.
     """
     attributes = vars(module)
-    forward = attributes.get("forward")
-    if forward is None or "_hf_hook" in attributes:
-        return False
-    return getattr(forward, "__func__", None) is not type(module).forward
+    forward = attributes.get("_old_forward" if "_hf_hook" in attributes else "forward")
+    return forward is not None and getattr(forward, "__func__", None) is not type(module).forward
 
 
 def _rebind_instance_forward(module: nn.Module) -> None:
