@@ -55,15 +55,17 @@ def test_without_an_active_adapter_inductor_gives_the_compiled_base(dtype, shape
 @pytest.mark.compile
 @pytest.mark.filterwarnings(INDUCTOR_WARNING)
 @torch.no_grad()
-def test_inductor_gives_the_compiled_base_for_a_residual_after_a_2d_layer_without_bias():
+def test_a_residual_after_a_2d_layer_without_bias_differs_from_the_compiled_base_by_a_rounding():
     # For 2-D inputs, inductor makes the base's `residual + x @ W` one addmm, which rounds once.
+    # Nothing inside the layer can join in that; documented in docs/how-it-works.md.
     base = blocks(size=64).to(torch.bfloat16)
     model = copy.deepcopy(base)
     SlotManager(model, max_rank=8)
     for module in (*base, *model):
         module.compile(fullgraph=True)
     x = torch.randn(7, 64, generator=torch.Generator().manual_seed(5)).to(torch.bfloat16)
-    assert torch.equal(model(x), base(x))
+    once = base(x)
+    torch.testing.assert_close(model(x), once, rtol=2**-7, atol=2**-7 * once.abs().max().item())
 
 
 STATES: dict[str, Callable[[SlotManager], object]] = {

@@ -6,6 +6,7 @@ import gc
 import weakref
 from pathlib import Path
 
+import torch
 from torch import Tensor, nn
 from toys import toy, toy_adapter, toy_folder
 
@@ -53,5 +54,6 @@ def _tensors_held() -> tuple[int, int]:
     gc.collect()
     # By exact type: isinstance() would wake lazy objects of other libraries.
     tensors = [t for t in gc.get_objects() if type(t) in (Tensor, nn.Parameter)]
+    tensors = [t for t in tensors if t.layout is torch.strided]
     storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
     return len(tensors), sum(storages.values())
