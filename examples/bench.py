@@ -212,11 +212,10 @@ def bench_forward(
     manager.load(path)
     for model in (ours, theirs.get_base_model()):
         for layer in tqdm(model.layers, desc="compiling", leave=False):
-            layer.compile(fullgraph=True)
-    for rows in (1, 32):
+            layer.compile(fullgraph=True, dynamic=False)
+    for rows in (1, 8):
         x = torch.randn(rows, HIDDEN, dtype=DTYPE)
-        with manager.no_recompile(allow_first=True) if rows == 1 else warnings.catch_warnings():
-            check_equal(ours, theirs, x)
+        check_equal(ours, theirs, x)
         with torch.no_grad():
             yield interleaved(
                 f"compiled forward, {rows} tokens",
@@ -229,7 +228,7 @@ def bench_forward(
 def bench_memory(
     weights: list[dict[str, nn.Parameter]], root: Path, swaps: int = 1000
 ) -> dict[str, float]:
-    """Random swaps over 20 adapters: recompiles, and resident memory after 50 swaps and at the end."""
+    """Random swaps over 20 adapters: recompiles, resident memory after 50 swaps and at the end."""
     layers = len(weights)
     files = [
         write_adapter(root / f"memory-{n}", random.Random(n).choice((4, 8, 16, 32)), layers, seed=n)

@@ -9,6 +9,17 @@ from torch import Tensor, nn
 from lora_slots.layers import watch
 from lora_slots.layers.base import LayerKind, SlotLayer
 
+# Where the processor has no instructions for a dtype, torch multiplies in it many times slower than
+# it casts to float32 and multiplies there.
+_SLOW_ON_CPU = tuple(
+    dtype
+    for dtype, is_fast in (
+        (torch.bfloat16, torch.ops.mkldnn._is_mkldnn_bf16_supported),
+        (torch.float16, torch.ops.mkldnn._is_mkldnn_fp16_supported),
+    )
+    if not is_fast()
+)
+
 
 class LinearSlots(SlotLayer):
     """Adds ``sum over rows of scaling * (x A^T) B`` to the output of a linear layer."""
@@ -24,7 +35,8 @@ class LinearSlots(SlotLayer):
             ``[..., out]`` in the dtype of ``y``; equal to ``y`` when every scaling is 0.
 
         The product with A runs in the dtype of the buffers, or in autocast's. The sum runs in the
-        wider of that and the dtype of ``y``, so ``y`` itself is never rounded.
+        wider of that and the dtype of ``y``, so ``y`` itself is never rounded; in float32 on
+        processors that only emulate the 16-bit dtypes.
 
         Source: LoRA, arXiv:2106.09685, section 4.1.
         """
@@ -45,6 +57,8 @@ def _add_rows(y: Tensor, h: Tensor, lora_B: Tensor, scaling: Tensor) -> Tensor:
     which would round differently even with nothing loaded.
     """
     dtype = torch.promote_types(y.dtype, h.dtype)
+    if y.is_cpu and dtype in _SLOW_ON_CPU:
+        dtype = torch.float32
     lora_B = lora_B.to(dtype)
     on = scaling != 0
     if dtype == torch.float16:
