@@ -283,10 +283,21 @@ def table_of(figures: list[Figure]) -> Table:
     return table
 
 
+def processor_name() -> str:
+    """The processor's model, where Linux tells it."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return platform.machine()
+    models = [line.split(":")[1].strip() for line in lines if line.startswith("model name")]
+    return models[0] if models else platform.machine()
+
+
 def environment() -> dict[str, str | int]:
     """What a figure was measured on."""
     return {
-        "processor": platform.processor() or platform.machine(),
+        "processor": processor_name(),
+        "instructions": torch.backends.cpu.get_cpu_capability(),
         "cores": psutil.cpu_count() or 0,
         "torch": torch.__version__,
         "peft": peft.__version__,

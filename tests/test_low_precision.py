@@ -23,10 +23,19 @@ from toys import (
 )
 
 from lora_slots import ArgumentError, SlotManager, read_adapter
+from lora_slots.layers import linear
 
 HALVES = [torch.bfloat16, torch.float16]
 BOTH_HALVES = pytest.mark.parametrize("dtype", HALVES, ids=["bfloat16", "float16"])
 EVERY_TINY = pytest.mark.parametrize("tiny", TINY.values(), ids=TINY.keys())
+
+
+@pytest.fixture(autouse=True, params=["as this processor does", "in the dtype itself"])
+def product(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Processors without instructions for 16 bits multiply in float32; others must be right too."""
+    if request.param == "in the dtype itself":
+        monkeypatch.setattr(linear, "_SLOW_ON_CPU", ())
+
 
 CONFIGS: dict[str, Callable[[Tiny], dict[str, Any]]] = {
     "rank 7 on attention": lambda tiny: {
