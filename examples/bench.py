@@ -249,7 +249,7 @@ def bench_memory(
             if swap % 25 == 0:
                 model(x)
             resident.append(process.memory_info().rss)
-    early, late = max(resident[40:60]), statistics.median(resident[-20:])
+    early, late = statistics.median(resident[50:150]), statistics.median(resident[-100:])
     return {
         "swaps": swaps,
         "recompiles": 0,

@@ -4,58 +4,29 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
-from safetensors.torch import save_file
-from torch import Tensor
+from adapter_files import SCALING_2, TENSORS, assert_loads_as, write_file
 from toys import (
     TOY_MODULES,
     WEIGHTS,
-    expected_toy,
-    pairs,
     refusal,
-    tensors_of,
     toy,
-    toy_input,
     write_folder,
 )
 
 from lora_slots import (
     AdapterFileError,
-    RawAdapter,
     SlotManager,
     UnsupportedAdapterError,
     read_adapter,
 )
-from lora_slots.reading import Source
 from lora_slots.reading.peft import SCALING_KEYS
 
 CONFIG = "adapter_config.json"
-PAIRS = pairs(dict.fromkeys(TOY_MODULES, 4), seed=1)
-TENSORS = tensors_of(PAIRS)
-SCALING_2 = {"r": 4, "lora_alpha": 8}
-
-
-def assert_loads_as(source: Source | RawAdapter, scaling: float) -> None:
-    """Load ``source``, which must hold PAIRS with this scaling."""
-    model = toy()
-    report = SlotManager(model, max_rank=8).load(source)
-    assert report.scaling == dict.fromkeys(TOY_MODULES, scaling)
-    expected = expected_toy(toy(), toy_input(), PAIRS, report.scaling)
-    torch.testing.assert_close(model(toy_input()), expected, rtol=1e-5, atol=1e-4)
-
-
-def write_file(
-    path: Path, tensors: Mapping[str, Tensor] = TENSORS, metadata: dict[str, str] | None = None
-) -> Path:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    save_file(dict(tensors), path, metadata)
-    return path
 
 
 @pytest.mark.parametrize(
