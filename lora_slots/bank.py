@@ -18,6 +18,7 @@ from lora_slots.layout import Layout
 from lora_slots.staging import StagedAdapter
 
 Table = NDArray[np.float32]
+_RECENT_TABLES = 16
 _ALIGNED = 16  # float32 values, 64 bytes
 
 
@@ -59,6 +60,8 @@ class Bank:
         self._layers: list[SlotLayer] = [target.slots for target in layout]
         self._held: list[StagedAdapter | None] = [None] * num_slots
         self._spare: tuple[Tensor, ...] = ()
+        # Tables by the weights they are for, since users go back and forth between a few mixes.
+        self._recent: dict[tuple[tuple[int, float], ...], Table] = {}
         # How often the buffers had been replaced when each slot was written.
         self._generations = [SlotLayer.generation] * num_slots
         # The scaling at weight 1 of every module and slot, which rows of a slot it holds for, and
@@ -115,6 +118,7 @@ class Bank:
             raise
         self._held[slot], self._units, self._used, self._table = staged, units, used, table
         self._generations[slot] = SlotLayer.generation
+        self._recent.clear()
         self._spare = () if before is None or staged is None else before.blocks
 
     def set_weights(self, weights: Mapping[int, float]) -> None:
@@ -124,13 +128,19 @@ class Bank:
             ArgumentError: A weight times a scaling leaves the range of float32. Nothing is written.
             BaseException: Whatever a copy raises, after everything was put back as it was.
         """
-        table = _weighted(self._units, self._used, weights)
+        key = tuple(sorted(weights.items()))
+        table = self._recent.get(key)
+        if table is None:
+            table = _weighted(self._units, self._used, weights)
         try:
             self._write_scaling(table)
         except BaseException:
             self._write_scaling(self._table)
             raise
         self._table = table
+        if len(self._recent) >= _RECENT_TABLES:
+            self._recent.clear()
+        self._recent[key] = table
 
     def _copy(self, slot: int, staged: StagedAdapter | None, *, used: StagedAdapter | None) -> None:
         """Write the rows of ``staged``, and zero those that only ``used`` has."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, cast
@@ -30,6 +32,10 @@ def spellings(path: str) -> tuple[str, ...]:
         bare = _without(plain, {AMBIGUOUS_SEGMENT})
         names += [bare, bare.removeprefix(PEFT_PREFIX)]
     return tuple(dict.fromkeys(names))
+
+
+def _lazily(path: str) -> Iterator[str]:
+    yield from spellings(path)
 
 
 def without_wrappers(path: str) -> str:
@@ -126,7 +132,9 @@ class Layout:
         Returns:
             The index of the target module and the spelling that matched, or None.
         """
-        for name in spellings(path):
+        # Most names are literal but for PEFT's prefix; the full list is only made for the others.
+        usual = (path, path.removeprefix(PEFT_PREFIX)) if "._" not in path else ()
+        for name in itertools.chain(usual, _lazily(path)):
             index = self._index.get(name)
             if index is not None:
                 return index, name
@@ -143,6 +151,11 @@ class Layout:
             ),
             None,
         )
+
+    @functools.cached_property
+    def in_encoder_layers(self) -> tuple[Target, ...]:
+        """The target modules that the fast path of an `nn.TransformerEncoderLayer` reads past."""
+        return tuple(target for target in self.targets if target.in_encoder_layer)
 
     def __len__(self) -> int:
         """The number of target modules."""

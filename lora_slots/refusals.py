@@ -43,15 +43,12 @@ def refuse_fast_path(layout: Layout) -> None:
     Raises:
         AttachError: The fast path is enabled and a target module is inside such a layer.
     """
-    if not torch.backends.mha.get_fastpath_enabled():
-        return
-    for target in layout:
-        if target.in_encoder_layer:
-            raise AttachError(
-                f"{target.path} is inside an nn.TransformerEncoderLayer, whose fast path reads its "
-                "weight and never calls it, so that adapters would be ignored; call "
-                "torch.backends.mha.set_fastpath_enabled(False) first"
-            )
+    if layout.in_encoder_layers and torch.backends.mha.get_fastpath_enabled():
+        raise AttachError(
+            f"{layout.in_encoder_layers[0].path} is inside an nn.TransformerEncoderLayer, whose "
+            "fast path reads its weight and never calls it, so that adapters would be ignored; "
+            "call torch.backends.mha.set_fastpath_enabled(False) first"
+        )
 
 
 def refuse_freezing(modules: Iterable[nn.Module]) -> None:

@@ -112,7 +112,7 @@ class Roster:
             raise ArgumentError(f"adapter_names must not repeat a name, got {names}")
         chosen = dict(zip(names, _one_each(weights, len(names)), strict=True))
         entries = {
-            name: replace(entry, selected=name in chosen, weight=chosen.get(name, entry.weight))
+            name: Entry(entry.slot, chosen.get(name, entry.weight), selected=name in chosen)
             for name, entry in self.entries.items()
         }
         return replace(self, entries=entries)
