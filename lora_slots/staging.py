@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections import defaultdict
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -25,6 +24,13 @@ from lora_slots.resolve import Adapter, LoraModule
 
 # The integers that floating-point numbers of each size are copied and looked at as.
 _BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+# The bits of the exponent of each dtype, which are all set in infinity and NaN.
+_EXPONENT = {
+    torch.bfloat16: 0x7F80,
+    torch.float16: 0x7C00,
+    torch.float32: 0x7F800000,
+    torch.float64: 0x7FF0000000000000,
+}
 # Below this many bytes a tensor, starting threads costs more than they save.
 _WORTH_THREADS = 100_000
 
@@ -223,17 +229,10 @@ def _all_finite(view: Tensor, bits: NDArray[Any]) -> bool:
     if view.nbytes % 8 == 0:
         together = int(np.bitwise_or.reduce(bits.reshape(-1).view(np.uint64)))
         width = 8 * view.itemsize
-        exponent = _exponent(view.dtype)
+        exponent = _EXPONENT[view.dtype]
         if all((together >> shift) & exponent != exponent for shift in range(0, 64, width)):
             return True
     return bool(torch.isfinite(view).all())
-
-
-@functools.cache
-def _exponent(dtype: torch.dtype) -> int:
-    """The bits of a number's exponent: those of infinity."""
-    infinity = torch.tensor(torch.inf, dtype=dtype, device="cpu")
-    return int(infinity.view(_BITS[dtype.itemsize]))
 
 
 def _raise_not_finite(views: list[Tensor], parts: list[_Part], adapter: Adapter) -> NoReturn:
