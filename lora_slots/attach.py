@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -10,10 +11,21 @@ from torch import Tensor, nn
 from torch._dynamo import OptimizedModule
 
 from lora_slots.errors import ArgumentError, AttachError
-from lora_slots.layers import kind_of
+from lora_slots.layers import SlotSizes
 from lora_slots.layers.swap import add_slots, has_other_class, has_slots, remove_slots
 from lora_slots.layout import Layout, Target
 from lora_slots.refusals import is_compiled, refuse_fast_path, refuse_unattachable
+
+
+@dataclass(frozen=True)
+class SlotOptions:
+    """What a user chose for all slots of a model; see `SlotManager`."""
+
+    max_rank: int
+    num_slots: int
+    dtype: torch.dtype | None = None
+    dora: bool = False
+    bias: bool = False
 
 
 def unwrap(model: object) -> nn.Module:
@@ -29,10 +41,10 @@ def unwrap(model: object) -> nn.Module:
     return model
 
 
-def attach(layout: Layout, *, rows: int, dtype: torch.dtype | None) -> None:
-    """Give every target module of ``layout`` slots of ``rows`` rows in all.
+def attach(layout: Layout, options: SlotOptions) -> None:
+    """Give every target module of ``layout`` a slot layer.
 
-    Either all get them or, if something raises, none.
+    Either all get one or, if something raises, none.
 
     Raises:
         AttachError: The model is in a state in which slots would be ignored or are not supported.
@@ -40,19 +52,7 @@ def attach(layout: Layout, *, rows: int, dtype: torch.dtype | None) -> None:
     for target in layout:
         refuse_unattachable(target)
     refuse_fast_path(layout)
-    made = []
-    for target in layout:
-        kind = kind_of(target.module)
-        assert kind is not None
-        made.append(
-            kind.slot_layer(
-                target.in_features,
-                target.out_features,
-                rows,
-                dtype=dtype or _compute_dtype(target),
-                device=_device(target),
-            )
-        )
+    made = [target.kind.make(target.module, _sizes(target, options)) for target in layout]
     try:
         for target, slots in zip(layout, made, strict=True):
             slots.train(target.module.training)
@@ -92,6 +92,17 @@ def warn_if_compiled(model: nn.Module) -> None:
 def can_compute(dtype: torch.dtype) -> bool:
     """Whether products run in ``dtype``; 8-bit floats only store."""
     return dtype.is_floating_point and dtype.itemsize > 1
+
+
+def _sizes(target: Target, options: SlotOptions) -> SlotSizes:
+    return SlotSizes(
+        num_slots=options.num_slots,
+        max_rank=options.max_rank,
+        dtype=options.dtype or _compute_dtype(target),
+        device=_device(target),
+        dora=options.dora,
+        bias=options.bias,
+    )
 
 
 def _compute_dtype(target: Target) -> torch.dtype:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
 from torch import Tensor, nn
 
-from lora_slots.layers import SlotLayer
+from lora_slots.layers import LayerKind, SlotLayer
 from lora_slots.layers.swap import CHILD_NAME
 
 # Names that torch.compile, FSDP and activation checkpointing put into a path. No model uses them.
@@ -54,9 +55,9 @@ class Target:
     Attributes:
         path: Its first name in the model, without wrapper segments.
         aliases: All its names as the model spells them; more than one where the module is shared.
-        kind: The kind of base layer, such as ``"Linear"``.
+        kind: The kind of base layer.
         module: The base layer itself.
-        in_features: The size of its input.
+        in_shape: The axes of ``lora_A`` in a file but for the rank, such as ``(in,)``.
         out_features: The size of its output.
         in_encoder_layer: Whether an `nn.TransformerEncoderLayer` holds it, whose fast path reads
             ``weight`` and never calls the module.
@@ -64,11 +65,16 @@ class Target:
 
     path: str
     aliases: tuple[str, ...]
-    kind: str
+    kind: LayerKind
     module: nn.Module
-    in_features: int
+    in_shape: tuple[int, ...]
     out_features: int
     in_encoder_layer: bool = False
+
+    @property
+    def in_features(self) -> int:
+        """The size of a row of ``lora_A``."""
+        return math.prod(self.in_shape)
 
     @property
     def slots(self) -> SlotLayer:

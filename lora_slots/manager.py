@@ -15,7 +15,14 @@ import torch
 from torch import nn
 
 from lora_slots import guard, refusals
-from lora_slots.attach import attach, can_compute, detach, unwrap, warn_if_compiled
+from lora_slots.attach import (
+    SlotOptions,
+    attach,
+    can_compute,
+    detach,
+    unwrap,
+    warn_if_compiled,
+)
 from lora_slots.bank import Bank
 from lora_slots.errors import (
     ArgumentError,
@@ -29,7 +36,8 @@ from lora_slots.reading import RawAdapter, Source, read_adapter
 from lora_slots.report import ComponentStatus, LoadReport, ManagerStatus, SlotStatus
 from lora_slots.resolve import Adapter, resolve
 from lora_slots.roster import Roster
-from lora_slots.staging import StagedAdapter, stage
+from lora_slots.staged import StagedAdapter
+from lora_slots.staging import stage
 from lora_slots.survey import ALL_LINEAR, TargetModules, survey
 
 _ATTRIBUTE = "_lora_slots_manager"
@@ -51,6 +59,10 @@ class SlotManager:
             the output embeddings), a regular expression for whole names, or a collection of names
             and suffixes of names.
         dtype: The dtype of ``lora_A`` and ``lora_B``; None: each layer's compute dtype.
+        dora: Whether slots shall have room for DoRA adapters, which costs ``4 * out`` floats per
+            slot and layer, and some time in each forward.
+        bias: Whether slots shall have room for a bias, which costs ``out`` floats per slot and
+            layer.
 
     Raises:
         ArgumentError: An argument has no meaning.
@@ -67,6 +79,8 @@ class SlotManager:
         num_slots: int = 1,
         target_modules: TargetModules = ALL_LINEAR,
         dtype: torch.dtype | None = None,
+        dora: bool = False,
+        bias: bool = False,
     ) -> None:
         """Attach slots to ``model``; see the class."""
         _check_count("max_rank", max_rank)
@@ -87,7 +101,8 @@ class SlotManager:
         refusals.refuse_freezing(model.modules())
         layout = survey(inner, target_modules)
         warn_if_compiled(model)
-        attach(layout, rows=num_slots * max_rank, dtype=dtype)
+        options = SlotOptions(max_rank, num_slots, dtype, dora=bool(dora), bias=bool(bias))
+        attach(layout, options)
         self._model = inner
         self._modules = tuple(inner.modules())
         self._layout = layout
@@ -309,13 +324,19 @@ class SlotManager:
     def _status(self) -> ManagerStatus:
         names = {entry.slot: name for name, entry in self._roster.entries.items()}
         slots = [self._slot_status(slot, names.get(slot)) for slot in range(self._bank.num_slots)]
-        buffers = [b for target in self._layout for b in target.slots.buffers(recurse=False)]
-        rows = [target.slots.lora_A for target in self._layout]
+        layers = [target.slots for target in self._layout]
+        buffers = [b for layer in layers for b in layer.buffers(recurse=False)]
+        large = [
+            buffer
+            for layer in layers
+            for name, buffer in layer.named_buffers(recurse=False)
+            if name not in layer.float32
+        ]
         component = ComponentStatus(
             modules=len(self._layout),
             nbytes=sum(b.numel() * b.element_size() for b in buffers),
-            dtypes=tuple(dict.fromkeys(A.dtype for A in rows)),
-            devices=tuple(dict.fromkeys(A.device for A in rows)),
+            dtypes=tuple(dict.fromkeys(b.dtype for b in large)),
+            devices=tuple(dict.fromkeys(b.device for b in large)),
         )
         return ManagerStatus(
             tuple(slots), self._roster.enabled, self._bank.max_rank, {"": component}

@@ -2,33 +2,41 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 
 from torch import Tensor
 
 from lora_slots.errors import AdapterFileError
 from lora_slots.reading import RawAdapter
+from lora_slots.reading.keys import split_key
 from lora_slots.settings import LoraSettings, check_alpha
 
-_LORA_KEY = re.compile(r"(?P<module>.+)\.lora_(?P<side>[AB])(?:\.[^.]+)?\.weight")
+# Parts that only belong to an update where its module has one.
+_BESIDE = frozenset({"alpha", "lora_bias", "magnitude"})
 
 
 @dataclass(frozen=True, eq=False)
 class Pair:
-    """The two tensors of one module under the file's name for it.
+    """The low-rank update of one module under the file's name for it.
 
     Attributes:
         module: The module as the file calls it.
-        lora_A: ``[r, in]``.
-        lora_B: ``[out, r]``.
+        lora_A: ``[r, in]``, or ``[r, in, *kernel]`` for a convolution.
+        lora_B: ``[out, r]``, or ``[out, r, 1, ...]`` for a convolution.
         alpha: The value of the file's ``.alpha`` tensor, if it has one.
+        dim: What alpha is divided by: the rank under which the file was trained.
+        lora_bias: ``[out]``, scaled like ``lora_B``, if there is one.
+        magnitude: DoRA's norm of each output's weights, in any shape of one element each, if there
+            is one.
     """
 
     module: str
     lora_A: Tensor
     lora_B: Tensor
     alpha: float | None = None
+    dim: int = 0
+    lora_bias: Tensor | None = None
+    magnitude: Tensor | None = None
 
     @property
     def rank(self) -> int:
@@ -37,35 +45,52 @@ class Pair:
 
 
 def pair_up(raw: RawAdapter) -> tuple[list[Pair], dict[str, Tensor]]:
-    """Sort the tensors of a file into pairs of A and B, and extras.
+    """Sort the tensors of a file into low-rank updates, and extras.
 
     Raises:
         AdapterFileError: Half a pair, ranks of A and B that differ, or an alpha that is no number.
     """
-    sides: dict[str, dict[str, Tensor]] = {}
+    modules: dict[str, dict[str, Tensor]] = {}
     extras: dict[str, Tensor] = {}
+    loose: dict[tuple[str, str], tuple[str, Tensor]] = {}
     for key, tensor in raw.tensors.items():
-        match = _LORA_KEY.fullmatch(key)
-        if match is not None:
-            found = sides.setdefault(match["module"], {})
-            if match["side"] in found:
-                raise AdapterFileError(
-                    f"{raw.source} has two lora_{match['side']} tensors for {match['module']!r}"
-                )
-            found[match["side"]] = tensor
+        split = split_key(key)
+        if split is None:
+            extras[key] = tensor
+        elif split[1] in _BESIDE:
+            loose[split] = key, tensor
+        else:
+            module, part = split
+            found = modules.setdefault(module, {})
+            if part in found:
+                raise AdapterFileError(f"{raw.source} has two {part} tensors for {module!r}")
+            found[part] = tensor
+    # Beside no LoRA tensors, such a name is that of an ordinary parameter.
+    for (module, part), (key, tensor) in loose.items():
+        if module in modules:
+            modules[module][part] = tensor
         else:
             extras[key] = tensor
-    # An ``.alpha`` beside no LoRA tensors is a parameter of that name.
-    alphas = {
-        module: _alpha(f"{module}.alpha", extras.pop(f"{module}.alpha"), raw)
-        for module in sides
-        if f"{module}.alpha" in extras
-    }
-    for module, found in sides.items():
-        _check_pair(module, found, raw)
-    return [
-        Pair(module, found["A"], found["B"], alphas.get(module)) for module, found in sides.items()
-    ], extras
+    return [_pair(module, found, raw) for module, found in modules.items()], extras
+
+
+def _pair(module: str, found: dict[str, Tensor], raw: RawAdapter) -> Pair:
+    _check_pair(module, found, raw)
+    alpha = found.get("alpha")
+    if raw.config is not None and raw.config.get("use_dora") and "magnitude" not in found:
+        raise AdapterFileError(
+            f"the config of {raw.source} says use_dora, but there is no lora_magnitude_vector for "
+            f"{module}"
+        )
+    return Pair(
+        module=module,
+        lora_A=found["lora_A"],
+        lora_B=found["lora_B"],
+        alpha=None if alpha is None else _alpha(f"{module}.alpha", alpha, raw),
+        dim=found["lora_A"].shape[0],
+        lora_bias=found.get("lora_bias"),
+        magnitude=found.get("magnitude"),
+    )
 
 
 def settle_scaling(pair: Pair, name: str, settings: LoraSettings | None, raw: RawAdapter) -> float:
@@ -81,13 +106,13 @@ def settle_scaling(pair: Pair, name: str, settings: LoraSettings | None, raw: Ra
         AdapterFileError: The config gives the module another rank than its tensors have.
     """
     if settings is None:
-        return 1.0 if pair.alpha is None else pair.alpha / pair.rank
-    if settings.rank(name) != pair.rank:
+        return 1.0 if pair.alpha is None else pair.alpha / pair.dim
+    if settings.rank(name) != pair.dim:
         raise AdapterFileError(
             f"the config of {raw.source} gives rank {settings.rank(name)} to {name}, but its "
-            f"tensors have rank {pair.rank}"
+            f"tensors have rank {pair.dim}"
         )
-    return settings.scaling(name, pair.rank, pair.alpha)
+    return settings.scaling(name, pair.dim, pair.alpha)
 
 
 def _alpha(key: str, tensor: Tensor, raw: RawAdapter) -> float:
@@ -102,9 +127,9 @@ def _alpha(key: str, tensor: Tensor, raw: RawAdapter) -> float:
 
 
 def _check_pair(module: str, found: dict[str, Tensor], raw: RawAdapter) -> None:
-    for side in "AB":
-        key = f"{module}.lora_{side}.weight"
-        tensor = found.get(side)
+    for part in ("lora_A", "lora_B"):
+        key = f"{module}.{part}.weight"
+        tensor = found.get(part)
         if tensor is None:
             raise AdapterFileError(f"{raw.source} has no {key}, but its other half")
         if not tensor.is_floating_point():
@@ -116,7 +141,7 @@ def _check_pair(module: str, found: dict[str, Tensor], raw: RawAdapter) -> None:
                 f"{key} of {raw.source} must have at least two dimensions, got shape "
                 f"{tuple(tensor.shape)}"
             )
-    A, B = found["A"], found["B"]
+    A, B = found["lora_A"], found["lora_B"]
     if A.shape[0] != B.shape[1] or A.shape[0] == 0:
         raise AdapterFileError(
             f"lora_A and lora_B of {module} in {raw.source} must have the same rank, at least 1, "

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lora_slots.errors import AdapterFileError, TargetMismatchError, UnsupportedAdapterError
-from lora_slots.layout import PEFT_PREFIX, Layout, spellings, without_wrappers
+from lora_slots.layout import PEFT_PREFIX, Layout, Target, spellings, without_wrappers
 from lora_slots.pairing import Pair, pair_up, settle_scaling
 from lora_slots.reading import RawAdapter
 from lora_slots.settings import LoraSettings, whole_tensor_features
@@ -23,31 +23,35 @@ _VARIANTS = {
     "lora_diag": "KaSA",
 }
 _EMBEDDING_KEY = re.compile(r"(?P<module>.+)\.lora_embedding_[AB](?:\.[^.]+)?")
-_LORA_BIAS_KEY = re.compile(r".+\.lora_B(?:\.[^.]+)?\.bias")
 
 
 @dataclass(frozen=True, eq=False)
-class LoraModule:
+class ModuleUpdate:
     """One module of an adapter, matched to a target module of the model.
 
     Attributes:
         target: The index of the target module in the layout.
         path: The target module's path.
-        lora_A: ``[r, in]`` in the file's dtype.
-        lora_B: ``[out, r]`` in the file's dtype.
+        lora_A: ``[r, in]`` in the file's dtype, or ``[r, in, *kernel]``; None if there is no
+            low-rank update.
+        lora_B: ``[out, r]`` in the file's dtype, with any number of axes of size 1 after it.
         scaling: ``alpha / r`` or ``alpha / sqrt(r)``.
+        magnitude: DoRA's magnitude, ``[out]``, if there is one.
+        others: Rows for buffers other than ``lora_A`` and ``lora_B``, by the buffer's name.
     """
 
     target: int
     path: str
-    lora_A: Tensor
-    lora_B: Tensor
+    lora_A: Tensor | None
+    lora_B: Tensor | None
     scaling: float
+    magnitude: Tensor | None = None
+    others: Mapping[str, Tensor] = field(default_factory=dict)
 
     @property
     def rank(self) -> int:
-        """The number of rows of ``lora_A``."""
-        return self.lora_A.shape[0]
+        """The number of rows of ``lora_A``; 0 without one."""
+        return 0 if self.lora_A is None else self.lora_A.shape[0]
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,7 +66,7 @@ class Adapter:
     """
 
     source: str
-    modules: tuple[LoraModule, ...]
+    modules: tuple[ModuleUpdate, ...]
     skipped: tuple[tuple[str, str], ...] = field(default=())
     base_model: str = ""
 
@@ -107,17 +111,27 @@ def resolve(raw: RawAdapter, layout: Layout, *, strict: bool = True) -> Adapter:
     if settings is not None:
         settings.warn_of_unused_patterns(names)
     modules = tuple(
-        LoraModule(
-            target=index,
-            path=layout.targets[index].path,
-            lora_A=pair.lora_A,
-            lora_B=pair.lora_B,
-            scaling=scaling,
-        )
+        _update(index, layout.targets[index], pair, scaling)
         for index, (pair, scaling) in sorted(found.items())
     )
     base_model = (raw.config or {}).get("base_model_name_or_path") or ""
     return Adapter(raw.source, modules, tuple(skipped), str(base_model))
+
+
+def _update(index: int, target: Target, pair: Pair, scaling: float) -> ModuleUpdate:
+    others = {}
+    if pair.lora_bias is not None:
+        # In float64, so that the buffer's float32 is the only rounding.
+        others["lora_bias"] = scaling * pair.lora_bias.detach().double().flatten()[None]
+    return ModuleUpdate(
+        target=index,
+        path=target.path,
+        lora_A=pair.lora_A,
+        lora_B=pair.lora_B,
+        scaling=scaling,
+        magnitude=pair.magnitude,
+        others=others,
+    )
 
 
 def _without_ddp(names: list[str], layout: Layout) -> list[str]:
@@ -162,10 +176,6 @@ def _check_extras(
                     f"{raw.source} uses {feature}, as its key {key!r} shows, which is not applied "
                     "here"
                 )
-        if _LORA_BIAS_KEY.fullmatch(key):
-            raise UnsupportedAdapterError(
-                f"{raw.source} uses lora_bias, as its key {key!r} shows, which is not applied here"
-            )
         if _is_live_tensor(key, tensor, layout):
             skipped.append((key, "equal to the model's own"))
         else:

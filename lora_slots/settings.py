@@ -42,6 +42,9 @@ _IRRELEVANT = frozenset(
         "qalora_group_size",
         "velora_config",
         "ensure_weight_tying",
+        # Their tensors say so, too.
+        "use_dora",
+        "lora_bias",
     }
 )
 
@@ -59,9 +62,7 @@ WHOLE_TENSOR_KEYS = {
 _LARGEST = float(np.finfo(np.float32).max)
 
 _FEATURES = {
-    "use_dora": "DoRA",
     "alora_invocation_tokens": "aLoRA",
-    "lora_bias": "lora_bias",
     "layer_replication": "layer_replication",
     "target_parameters": "target_parameters",
     "use_qalora": "QALoRA",

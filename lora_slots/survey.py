@@ -52,7 +52,7 @@ def survey(model: nn.Module, target_modules: TargetModules | None = None) -> Lay
             )
         targets.append(
             Target(
-                path, tuple(aliases), kind.name, module, *kind.features(module),
+                path, tuple(aliases), kind, module, *kind.shape(module),
                 in_encoder_layer=module in in_encoder_layers,
             )
         )  # fmt: skip

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from lora_slots.layers.base import LayerKind, SlotLayer
+from lora_slots.layers.base import LayerKind, LoraSlots, SlotLayer, SlotSizes
 from lora_slots.layers.conv1d import CONV1D
 from lora_slots.layers.linear import LINEAR
 
@@ -16,4 +16,4 @@ def kind_of(module: nn.Module) -> LayerKind | None:
     return next((kind for kind in KINDS if kind.matches(module)), None)
 
 
-__all__ = ["KINDS", "LayerKind", "SlotLayer", "kind_of"]
+__all__ = ["KINDS", "LayerKind", "LoraSlots", "SlotLayer", "SlotSizes", "kind_of"]

@@ -9,9 +9,9 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
-from lora_slots.layers.base import LayerKind
+from lora_slots.layers.base import LayerKind, SlotSizes, dequantized
 from lora_slots.layers.linear import LinearSlots
 
 
@@ -21,9 +21,20 @@ def _is_conv1d(module: nn.Module) -> bool:
     return pytorch_utils is not None and isinstance(module, pytorch_utils.Conv1D)
 
 
-def _features(module: Any) -> tuple[int, int]:
+def _shape(module: Any) -> tuple[tuple[int, ...], int]:
     in_features, out_features = module.weight.shape
-    return in_features, out_features
+    return (in_features,), out_features
 
 
-CONV1D = LayerKind(name="Conv1D", matches=_is_conv1d, features=_features, slot_layer=LinearSlots)
+def _make(module: Any, sizes: SlotSizes) -> LinearSlots:
+    in_features, out_features = module.weight.shape
+    return LinearSlots(in_features, out_features, sizes)
+
+
+def _weight(module: Any) -> Tensor:
+    return dequantized(module).t()
+
+
+CONV1D = LayerKind(
+    name="Conv1D", matches=_is_conv1d, shape=_shape, make=_make, weight=_weight, is_linear=True
+)

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lora_slots.layers import watch
-from lora_slots.layers.base import LayerKind, SlotLayer
+from lora_slots.layers.base import LayerKind, LoraSlots, SlotSizes, dequantized
 
 # Where the processor has no instructions for a dtype, torch multiplies in it many times slower than
 # it casts to float32 and multiplies there.
@@ -21,15 +21,16 @@ _SLOW_ON_CPU = tuple(
 )
 
 
-class LinearSlots(SlotLayer):
+class LinearSlots(LoraSlots):
     """Adds ``sum over rows of scaling * (x A^T) B`` to the output of a linear layer."""
 
-    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+    def forward(self, x: Tensor, y: Tensor, base: nn.Module) -> Tensor:
         """Return ``y`` plus the share of every row whose scaling is not 0.
 
         Args:
             x: ``[..., in]``, what the base layer was given.
             y: ``[..., out]``, what the base layer returned; not changed.
+            base: The base layer.
 
         Returns:
             ``[..., out]`` in the dtype of ``y``; equal to ``y`` when every scaling is 0.
@@ -45,12 +46,36 @@ class LinearSlots(SlotLayer):
         if not y.is_meta and torch.is_autocast_enabled(y.device.type):
             h = F.linear(x, self.lora_A)
             with torch.autocast(y.device.type, enabled=False):
-                return _add_rows(y, h, self.lora_B, self.scaling)
+                return add_rows(self, y, h, base)
         h = F.linear(x.to(self.lora_A.dtype), self.lora_A)
-        return _add_rows(y, h, self.lora_B, self.scaling)
+        return add_rows(self, y, h, base)
 
 
-def _add_rows(y: Tensor, h: Tensor, lora_B: Tensor, scaling: Tensor) -> Tensor:
+def add_rows(slots: LoraSlots, y: Tensor, h: Tensor, base: nn.Module) -> Tensor:
+    """Add to ``y [..., out]`` what ``slots`` make of ``h [..., R]``, the product of x with A."""
+    lora_B = slots.lora_B
+    if slots.dora is not None:
+        gain = slots.gain()
+        y = lift(y, gain, base)
+        lora_B = lora_B * gain.repeat_interleave(lora_B.shape[0] // gain.shape[0], dim=0)
+    y = _add_product(y, h, lora_B, slots.scaling)
+    if slots.lora_bias is not None:
+        y = (y + slots.total_bias()).to(y.dtype)
+    return y
+
+
+def lift(y: Tensor, gain: Tensor, base: nn.Module) -> Tensor:
+    """Multiply what the base weight gave, ``y [..., out]`` less the bias, as DoRA does.
+
+    Every slot does so by ``gain [num_slots, out]`` for itself; their changes add up.
+    """
+    change = (gain - 1).sum(0)
+    bias = getattr(base, "bias", None)
+    lifted = y + change * (y if bias is None else y - bias)
+    return torch.where(change != 0, lifted, y).to(y.dtype)
+
+
+def _add_product(y: Tensor, h: Tensor, lora_B: Tensor, scaling: Tensor) -> Tensor:
     """``y [..., out] + where(scaling != 0, scaling * h [..., R], 0) @ lora_B [R, out]``.
 
     The sum is an `addmm` because inductor fuses ``y + h @ B`` otherwise than the base layer alone,
@@ -59,27 +84,37 @@ def _add_rows(y: Tensor, h: Tensor, lora_B: Tensor, scaling: Tensor) -> Tensor:
     dtype = torch.promote_types(y.dtype, h.dtype)
     if y.is_cpu and dtype in _SLOW_ON_CPU:
         dtype = torch.float32
-    lora_B = lora_B.to(dtype)
     on = scaling != 0
     if dtype == torch.float16:
         # scaling * h can leave the range of float16 where scaling * (h @ B) does not, and so can
         # scaling * B. What shrinks is applied to h; of what grows, B takes what it has room for.
         room = 2**15 / lora_B.abs().amax(dim=1).float()
         grow = torch.minimum(scaling.abs().clamp(min=1), room)
-        lora_B = (lora_B * grow.t()).to(dtype)
+        lora_B = lora_B * grow.t()
         scaling = scaling / grow
+    lora_B = lora_B.to(dtype)
     h = torch.where(on, h * scaling, 0).to(dtype)
     total = torch.addmm(y.reshape(-1, y.shape[-1]).to(dtype), h.reshape(-1, h.shape[-1]), lora_B)
     return total.to(y.dtype).reshape(y.shape)
 
 
-def _features(module: nn.Linear) -> tuple[int, int]:
-    return module.in_features, module.out_features
+def _is_linear(module: nn.Module) -> bool:
+    return isinstance(module, nn.Linear)
+
+
+def _shape(module: nn.Linear) -> tuple[tuple[int, ...], int]:
+    return (module.in_features,), module.out_features
+
+
+def _make(module: nn.Linear, sizes: SlotSizes) -> LinearSlots:
+    return LinearSlots(module.in_features, module.out_features, sizes)
 
 
 LINEAR = LayerKind(
     name="Linear",
-    matches=lambda module: isinstance(module, nn.Linear),
-    features=_features,
-    slot_layer=LinearSlots,
+    matches=_is_linear,
+    shape=_shape,
+    make=_make,
+    weight=dequantized,
+    is_linear=True,
 )

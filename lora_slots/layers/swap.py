@@ -36,7 +36,7 @@ def _make_slot_class(cls: type[nn.Module]) -> type[nn.Module]:
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Tensor:
         x = args[0] if args else kwargs[input_name]
-        y: Tensor = self.lora_slots(x, cls.forward(self, *args, **kwargs))
+        y: Tensor = self.lora_slots(x, cls.forward(self, *args, **kwargs), self)
         return y
 
     functools.update_wrapper(forward, cls.forward)

@@ -1,0 +1,58 @@
+"""StagedAdapter: an adapter on the host, in the shape and dtype of the buffers it is meant for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torch import Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class StagedRows:
+    """The rows of one buffer.
+
+    Attributes:
+        targets: Indices of the target modules whose buffer they are for.
+        rows: ``[rows, width]`` each, in the dtype of the buffer.
+    """
+
+    targets: tuple[int, ...]
+    rows: tuple[Tensor, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class StagedAdapter:
+    """An adapter on the host, ready to be copied into slots row by row. Immutable.
+
+    Tensors of one dtype and width share one packed block.
+
+    Attributes:
+        source: Where the adapter was read from.
+        targets: Indices of its target modules in the layout.
+        scaling: ``alpha / r`` or ``alpha / sqrt(r)``, one per target module.
+        ranks: The rank of each target module.
+        rows: For each buffer by its name, what goes into the first rows of a slot.
+        blocks: The memory that ``lora_A`` and ``lora_B`` share, one flat block per dtype and width;
+            none in a copy.
+    """
+
+    source: str
+    targets: tuple[int, ...]
+    scaling: tuple[float, ...]
+    ranks: tuple[int, ...]
+    rows: Mapping[str, StagedRows]
+    blocks: tuple[Tensor, ...] = ()
+
+    @property
+    def nbytes(self) -> int:
+        """The size of its tensors in bytes."""
+        return sum(t.numel() * t.element_size() for rows in self.rows.values() for t in rows.rows)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        """Pickle each tensor alone: a view would bring the whole block along."""
+        alone = {
+            name: StagedRows(rows.targets, tuple(part.clone() for part in rows.rows))
+            for name, rows in self.rows.items()
+        }
+        return type(self), (self.source, self.targets, self.scaling, self.ranks, alone)
