@@ -59,6 +59,8 @@ class Target:
         module: The base layer itself.
         in_shape: The axes of ``lora_A`` in a file but for the rank, such as ``(in,)``.
         out_features: The size of its output.
+        component: The component of a pipeline that it belongs to, whose name then begins ``path``
+            and ``aliases``; empty for a single model.
         in_encoder_layer: Whether an `nn.TransformerEncoderLayer` holds it, whose fast path reads
             ``weight`` and never calls the module.
     """
@@ -69,7 +71,13 @@ class Target:
     module: nn.Module
     in_shape: tuple[int, ...]
     out_features: int
+    component: str = ""
     in_encoder_layer: bool = False
+
+    @property
+    def path_in_component(self) -> str:
+        """``path`` less the name of the component."""
+        return self.path.removeprefix(f"{self.component}.")
 
     @property
     def in_features(self) -> int:
@@ -162,6 +170,11 @@ class Layout:
     def in_encoder_layers(self) -> tuple[Target, ...]:
         """The target modules that the fast path of an `nn.TransformerEncoderLayer` reads past."""
         return tuple(target for target in self.targets if target.in_encoder_layer)
+
+    @functools.cached_property
+    def components(self) -> tuple[str, ...]:
+        """The names of the components that have target modules; ``("",)`` for a single model."""
+        return tuple(dict.fromkeys(target.component for target in self.targets))
 
     def __len__(self) -> int:
         """The number of target modules."""
