@@ -56,7 +56,7 @@ def attach(layout: Layout, options: SlotOptions) -> None:
     try:
         for target, slots in zip(layout, made, strict=True):
             slots.train(target.module.training)
-            add_slots(target.module, slots)
+            add_slots(target.module, slots, target.parameter)
     except BaseException:
         detach(layout)
         raise

@@ -12,6 +12,7 @@ from typing import Any, cast
 from torch import Tensor, nn
 
 from lora_slots.layers import LayerKind, SlotLayer
+from lora_slots.layers.parameter import ParameterSlots
 from lora_slots.layers.swap import CHILD_NAME
 
 # Names that torch.compile, FSDP and activation checkpointing put into a path. No model uses them.
@@ -59,6 +60,8 @@ class Target:
         module: The base layer itself.
         in_shape: The axes of ``lora_A`` in a file but for the rank, such as ``(in,)``.
         out_features: The size of its output.
+        parameter: The parameter of ``module`` that takes adapters, whose name then ends ``path``;
+            empty where the layer as a whole does.
         component: The component of a pipeline that it belongs to, whose name then begins ``path``
             and ``aliases``; empty for a single model.
         in_encoder_layer: Whether an `nn.TransformerEncoderLayer` holds it, whose fast path reads
@@ -71,6 +74,7 @@ class Target:
     module: nn.Module
     in_shape: tuple[int, ...]
     out_features: int
+    parameter: str = ""
     component: str = ""
     in_encoder_layer: bool = False
 
@@ -87,12 +91,13 @@ class Target:
     @property
     def slots(self) -> SlotLayer:
         """The slot layer; only where the module has been attached to."""
-        return cast("SlotLayer", self.module._modules[CHILD_NAME])
+        child = self.module._modules[CHILD_NAME]
+        return cast("SlotLayer", child[self.parameter] if self.parameter else child)  # type: ignore[index]
 
     @property
     def weight(self) -> Tensor:
         """The base weight, as the module stores it."""
-        return cast("Tensor", self.module.weight)
+        return cast("Tensor", getattr(self.module, self.parameter or "weight"))
 
 
 @dataclass(frozen=True, eq=False)
@@ -188,7 +193,7 @@ class Layout:
 def named_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Every name of every module but the root and what slots have added."""
     for path, module in model.named_modules(remove_duplicate=False):
-        if path and not isinstance(module, SlotLayer):
+        if path and not isinstance(module, SlotLayer | ParameterSlots):
             yield path, module
 
 

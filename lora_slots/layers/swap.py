@@ -11,27 +11,38 @@ import functools
 import inspect
 from typing import Any, cast
 
+import torch
 from torch import Tensor, nn
 
 from lora_slots.layers.base import SlotLayer
+from lora_slots.layers.parameter import ParameterSlots, effective, one_call
 
 CHILD_NAME = "lora_slots"
 
 
-# A class and its subclass with slots, and back.
-_slot_classes: dict[type[nn.Module], type[nn.Module]] = {}
-_base_classes: dict[type[nn.Module], type[nn.Module]] = {}
+# A class, the names of the parameters that have slots (none: the layer itself has), and the subclass
+# of the class that runs them; and back.
+_Origin = tuple[type[nn.Module], tuple[str, ...]]
+_slot_classes: dict[_Origin, type[nn.Module]] = {}
+_origins: dict[type[nn.Module], _Origin] = {}
 
 
-def slot_class(cls: type[nn.Module]) -> type[nn.Module]:
-    """The subclass of ``cls`` whose forward also runs the slots; one per class."""
-    if cls not in _slot_classes:
-        slotted = _make_slot_class(cls)
-        _slot_classes[cls], _base_classes[slotted] = slotted, cls
-    return _slot_classes[cls]
+def slot_class(cls: type[nn.Module], parameters: tuple[str, ...] = ()) -> type[nn.Module]:
+    """The subclass of ``cls`` that also runs the slots; one per class and set of parameters.
+
+    Its forward passes its result through the slots or, where ``parameters`` are named, sees those
+    with the share of their slots.
+    """
+    origin = (cls, parameters)
+    if origin not in _slot_classes:
+        members = _parameter_members(cls, parameters) if parameters else _layer_members(cls)
+        slotted = type(f"Slot{cls.__name__}", (cls,), members)
+        copyreg.pickle(slotted, _reduce)
+        _slot_classes[origin], _origins[slotted] = slotted, origin
+    return _slot_classes[origin]
 
 
-def _make_slot_class(cls: type[nn.Module]) -> type[nn.Module]:
+def _layer_members(cls: type[nn.Module]) -> dict[str, Any]:
     input_name = list(inspect.signature(cls.forward).parameters)[1]
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Tensor:
@@ -39,47 +50,66 @@ def _make_slot_class(cls: type[nn.Module]) -> type[nn.Module]:
         y: Tensor = self.lora_slots(x, cls.forward(self, *args, **kwargs), self)
         return y
 
-    functools.update_wrapper(forward, cls.forward)
-    slotted = type(f"Slot{cls.__name__}", (cls,), {"forward": forward})
-    copyreg.pickle(slotted, _reduce)
-    return slotted
+    return {"forward": functools.update_wrapper(forward, cls.forward)}
+
+
+def _parameter_members(cls: type[nn.Module], parameters: tuple[str, ...]) -> dict[str, Any]:
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return cls.forward(self, *args, **kwargs)
+        with one_call(self):
+            return cls.forward(self, *args, **kwargs)
+
+    def reader(name: str) -> property:
+        return property(lambda self: effective(self, name))
+
+    return {"forward": functools.update_wrapper(forward, cls.forward)} | {
+        name: reader(name) for name in parameters
+    }
 
 
 def _reduce(module: nn.Module) -> tuple[Any, ...]:
     """Pickle and copy a slotted module by its base class: its own class has no import path."""
     make, args, *state = cast("tuple[Any, ...]", module.__reduce_ex__(4))
     if make is copyreg.__newobj__:  # type: ignore[attr-defined]
-        return (_new, (_base_classes[type(module)], *args[1:]), *state)
+        return (_new, (_origins[type(module)], *args[1:]), *state)
     return (make, args, *state)
 
 
-def _new(cls: type[nn.Module], *args: Any) -> nn.Module:
-    slotted = slot_class(cls)
+def _new(origin: _Origin, *args: Any) -> nn.Module:
+    slotted = slot_class(*origin)
     return slotted.__new__(slotted, *args)
 
 
-def add_slots(module: nn.Module, slots: SlotLayer) -> None:
-    """Swap the class of ``module`` and make ``slots`` its child."""
-    module.__class__ = slot_class(type(module))
-    module._modules[CHILD_NAME] = slots
+def add_slots(module: nn.Module, slots: SlotLayer, parameter: str = "") -> None:
+    """Swap the class of ``module`` and make ``slots`` its child, or that of one parameter's."""
+    if parameter:
+        child = module._modules.setdefault(CHILD_NAME, ParameterSlots())
+        assert isinstance(child, ParameterSlots)
+        child[parameter] = slots
+        cls, _ = _origins.get(type(module), (type(module), ()))
+        module.__class__ = slot_class(cls, tuple(child))
+    else:
+        module._modules[CHILD_NAME] = slots
+        module.__class__ = slot_class(type(module))
     _rebind_instance_forward(module)
 
 
 def remove_slots(module: nn.Module) -> None:
     """Undo `add_slots`."""
-    module.__class__ = _base_classes[type(module)]
+    module.__class__ = _origins[type(module)][0]
     del module._modules[CHILD_NAME]
     _rebind_instance_forward(module)
 
 
 def has_slots(module: nn.Module) -> bool:
     """Whether `add_slots` was called on ``module`` and not undone."""
-    return isinstance(module._modules.get(CHILD_NAME), SlotLayer)
+    return isinstance(module._modules.get(CHILD_NAME), SlotLayer | ParameterSlots)
 
 
 def has_other_class(module: nn.Module) -> bool:
     """Whether something changed the class of a module after it got its slots."""
-    return type(module) not in _base_classes
+    return type(module) not in _origins
 
 
 def has_foreign_forward(module: nn.Module) -> bool:

@@ -1,0 +1,92 @@
+"""Slots for a parameter that a module reads by itself: the module sees it with the adapters' share.
+
+Some modules never call a layer: they read a weight and do the rest on their own. There, the swapped
+class answers for the attribute with the parameter plus what the active adapters add to it.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from lora_slots.layers import watch
+from lora_slots.layers.base import SlotLayer, SlotSizes
+
+
+class ParameterSlots(nn.ModuleDict):
+    """The slot layers of a module's parameters, by the name of the parameter."""
+
+
+class FullSlots(SlotLayer):
+    """A parameter as each slot would have it, in full size.
+
+    Attributes:
+        full: ``[num_slots, numel]``, the flattened parameter of each slot.
+        weights: ``[1, num_slots]`` float32, the weight of each slot that contributes, else 0.
+    """
+
+    full: Tensor
+    weights: Tensor
+
+    def __init__(self, numel: int, sizes: SlotSizes) -> None:
+        """Allocate zeros: nothing loaded means the parameter is the base model's."""
+        super().__init__()
+        self.add_buffer("full", sizes.num_slots, numel, sizes)
+        self.add_buffer("weights", 1, sizes.num_slots, sizes)
+
+    def forward(self, parameter: Tensor) -> Tensor:
+        """``parameter + sum over slots of weight * (full - parameter)``, exact at weights 0 and 1.
+
+        Args:
+            parameter: The base model's, of any shape; not changed.
+
+        Returns:
+            The same shape and dtype.
+        """
+        if not torch.compiler.is_compiling():
+            watch.notify(self)
+        own = (self.weights.t() * self.full).sum(0).view(parameter.shape)
+        return ((1 - self.weights.sum()) * parameter + own).to(parameter.dtype)
+
+
+def effective(module: nn.Module, name: str) -> Tensor:
+    """The parameter ``name`` of ``module`` with the share of its slots.
+
+    Eagerly, it is computed once for each call of the module, however often it is read there.
+    """
+    slots = module._modules["lora_slots"]
+    assert isinstance(slots, ParameterSlots)
+    parameter = module._parameters[name]
+    if torch.compiler.is_compiling():
+        return slots[name](parameter)  # type: ignore[no-any-return]
+    known = _memory.known.get(id(module))
+    if known is None:
+        return slots[name](parameter)  # type: ignore[no-any-return]
+    if name not in known:
+        known[name] = slots[name](parameter)
+    return known[name]
+
+
+class _Memory(threading.local):
+    def __init__(self) -> None:
+        self.known: dict[int, dict[str, Tensor]] = {}
+
+
+_memory = _Memory()
+
+
+@contextmanager
+def one_call(module: nn.Module) -> Iterator[None]:
+    """Compute the parameters of ``module`` at most once in this thread until this is left."""
+    if id(module) in _memory.known:
+        yield
+        return
+    _memory.known[id(module)] = {}
+    try:
+        yield
+    finally:
+        del _memory.known[id(module)]
