@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -17,6 +18,8 @@ from lora_slots.staged import StagedAdapter, StagedRows
 from lora_slots.steering import Steering, Table
 
 _RECENT_TABLES = 16
+# Targets, counts of rows, buffers, and the views of those buffers.
+_KnownViews = tuple[tuple[int, ...], tuple[int, ...], list[Tensor], list[Tensor]]
 
 
 class _Tables(NamedTuple):
@@ -46,6 +49,7 @@ class Bank:
         self._layers: list[SlotLayer] = [target.slots for target in layout]
         self._held: list[StagedAdapter | None] = [None] * num_slots
         self._spare: tuple[Tensor, ...] = ()
+        self._known_views: dict[tuple[int, str], _KnownViews] = {}
         # Tables by the weights they are for, since users go back and forth between a few mixes.
         self._recent: dict[tuple[tuple[int, float], ...], _Tables] = {}
         # How often the buffers had been replaced when each slot was written.
@@ -62,7 +66,11 @@ class Bank:
 
     def __getstate__(self) -> dict[str, object]:
         """Copies and pickles have buffers of their own."""
-        return vars(self) | {"_spare": (), "_generations": [-1] * self.num_slots}
+        return vars(self) | {
+            "_spare": (),
+            "_known_views": {},
+            "_generations": [-1] * self.num_slots,
+        }
 
     def held(self, slot: int) -> StagedAdapter | None:
         """What ``slot`` holds."""
@@ -131,29 +139,44 @@ class Bank:
     def _copy(self, slot: int, staged: StagedAdapter | None, *, used: StagedAdapter | None) -> None:
         """Write the rows of ``staged``, and zero those that only ``used`` has."""
         new = {} if staged is None else staged.rows
+        old = {} if used is None else used.rows
         for name, rows in new.items():
-            starts = self._starts(name, rows.targets, slot)
-            torch._foreach_copy_(
-                [
-                    buffer.narrow(0, start, part.shape[0])
-                    for (buffer, start), part in zip(starts, rows.rows, strict=True)
-                ],
-                list(rows.rows),
-            )
-        for name, rows in ({} if used is None else used.rows).items():
-            filled = _counts(new.get(name))
-            tails = [
-                (target, filled.get(target, 0), count)
-                for target, count in _counts(rows).items()
-                if count > filled.get(target, 0)
-            ]
-            starts = self._starts(name, [target for target, _, _ in tails], slot)
-            _zero_each(
-                [
-                    buffer.narrow(0, start + first, last - first)
-                    for (buffer, start), (_, first, last) in zip(starts, tails, strict=True)
-                ]
-            )
+            views = self._views(slot, name, rows.targets, rows.counts)
+            if views:
+                torch._foreach_copy_(views, list(rows.rows))
+        for name, rows in old.items():
+            targets, firsts, lasts = _tails(rows, new.get(name))
+            if targets:
+                torch._foreach_zero_(self._rows(slot, name, targets, firsts, lasts))
+
+    def _views(
+        self, slot: int, name: str, targets: tuple[int, ...], counts: tuple[int, ...]
+    ) -> list[Tensor]:
+        """The first ``counts`` rows that a slot owns of the buffer ``name`` of each target.
+
+        Making hundreds of views costs more than the copies into them, so the last ones are kept for
+        as long as the buffers are the same.
+        """
+        buffers = self._buffers(name, targets)
+        known = self._known_views.get((slot, name))
+        if known is None or known[:2] != (targets, counts) or not _same(known[2], buffers):
+            views = self._rows(slot, name, targets, [0] * len(targets), counts)
+            known = self._known_views[slot, name] = (targets, counts, buffers, views)
+        return known[3]
+
+    def _rows(
+        self,
+        slot: int,
+        name: str,
+        targets: Sequence[int],
+        firsts: Sequence[int],
+        lasts: Sequence[int],
+    ) -> list[Tensor]:
+        """Rows ``first : last`` of those that a slot owns of the buffer ``name`` of each target."""
+        return [
+            buffer.narrow(0, slot * (buffer.shape[0] // self.num_slots) + first, last - first)
+            for buffer, first, last in zip(self._buffers(name, targets), firsts, lasts, strict=True)
+        ]
 
     def _backup(self, slot: int, staged: StagedAdapter | None) -> StagedAdapter | None:
         """What to put back if a write fails: the staged copy where that is still exact."""
@@ -163,35 +186,37 @@ class Bank:
         rows = {
             name: StagedRows(
                 own.targets,
-                tuple(
-                    buffer.narrow(0, start, part.shape[0]).clone()
-                    for (buffer, start), part in zip(
-                        self._starts(name, own.targets, slot), own.rows, strict=True
-                    )
-                ),
+                tuple(view.clone() for view in self._views(slot, name, own.targets, own.counts)),
             )
             for name, own in staged.rows.items()
         }
         return StagedAdapter(staged.source, staged.targets, staged.scaling, staged.ranks, rows)
 
-    def _starts(self, name: str, targets: Iterable[int], slot: int) -> list[tuple[Tensor, int]]:
-        """The buffer ``name`` of each target, and the first of its rows that ``slot`` owns."""
+    def _buffers(self, name: str, targets: Iterable[int]) -> list[Tensor]:
         # Read anew each time, since `.to()` replaces buffers; from the dict, since attribute
         # look-up on a module costs microseconds.
-        buffers: list[Tensor] = [self._layers[t]._buffers[name] for t in targets]  # type: ignore[misc]
-        return [(b, slot * (b.shape[0] // self.num_slots)) for b in buffers]
+        return [self._layers[target]._buffers[name] for target in targets]  # type: ignore[misc]
 
 
-def _counts(rows: StagedRows | None) -> dict[int, int]:
-    """How many rows each target module has."""
-    if rows is None:
-        return {}
-    return {target: part.shape[0] for target, part in zip(rows.targets, rows.rows, strict=True)}
+def _same(some: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
+    return all(map(operator.is_, some, others))
 
 
-def _zero_each(views: Sequence[Tensor]) -> None:
-    if views:
-        torch._foreach_zero_(list(views))
+def _tails(old: StagedRows, new: StagedRows | None) -> tuple[list[int], list[int], list[int]]:
+    """The targets where ``old`` has more rows than ``new``, and from where to where."""
+    if new is not None and (old.targets, old.counts) == (new.targets, new.counts):
+        return [], [], []
+    filled = {} if new is None else dict(zip(new.targets, new.counts, strict=True))
+    tails = [
+        (target, filled.get(target, 0), count)
+        for target, count in zip(old.targets, old.counts, strict=True)
+        if count > filled.get(target, 0)
+    ]
+    return (
+        [t for t, _, _ in tails],
+        [first for _, first, _ in tails],
+        [last for _, _, last in tails],
+    )
 
 
 def _describe(

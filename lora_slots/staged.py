@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -19,6 +20,11 @@ class StagedRows:
 
     targets: tuple[int, ...]
     rows: tuple[Tensor, ...]
+
+    @functools.cached_property
+    def counts(self) -> tuple[int, ...]:
+        """How many rows there are for each target module."""
+        return tuple(part.shape[0] for part in self.rows)
 
 
 @dataclass(frozen=True, eq=False)

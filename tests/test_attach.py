@@ -110,7 +110,8 @@ def test_the_repr_shows_the_slots(model):
     assert repr(model.model.layers[0].q_proj) == (
         "SlotLinear(\n"
         "  in_features=8, out_features=6, bias=True\n"
-        "  (lora_slots): LinearSlots(rows=8, in_features=8, out_features=6, dtype=torch.float16)\n"
+        "  (lora_slots): LinearSlots(lora_A=[8, 8] float16, lora_B=[8, 6] float16, "
+        "scaling=[1, 8] float32)\n"
         ")"
     )
 

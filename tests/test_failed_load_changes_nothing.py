@@ -97,7 +97,7 @@ def rank_too_large_in_the_last_layer(path: Path) -> Path:
     return _with_last(path, config, A=torch.ones(9, 8), B=torch.ones(6, 9))
 
 
-def dora(path: Path) -> Path:
+def dora_without_magnitudes(path: Path) -> Path:
     return toy_folder(path, use_dora=True)
 
 
@@ -124,7 +124,7 @@ BAD: dict[Callable[[Path], Path], type[LoraSlotsError]] = {
     nan_in_the_last_tensor: AdapterFileError,
     infinity_in_the_last_tensor: AdapterFileError,
     rank_too_large_in_the_last_layer: RankTooLargeError,
-    dora: UnsupportedAdapterError,
+    dora_without_magnitudes: AdapterFileError,
     another_algorithm: UnsupportedAdapterError,
     modules_that_the_model_lacks: TargetMismatchError,
     alpha_beyond_float32: AdapterFileError,

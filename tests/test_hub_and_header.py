@@ -176,7 +176,7 @@ def test_inspecting_finds_no_fault_with_values_that_a_load_refuses(tmp_path: Pat
     ("name", "config", "error", "message"),
     [
         (WEIGHTS, {"r": 2}, AdapterFileError, "gives rank 2 to .* have rank 4"),
-        (WEIGHTS, {"r": 4, "use_dora": True}, UnsupportedAdapterError, "uses DoRA"),
+        (WEIGHTS, {"r": 4, "use_dora": True}, AdapterFileError, "says use_dora, but"),
         ("adapter_model.bin", {"r": 4}, UnsupportedAdapterError, "is a pickle"),
     ],
 )

@@ -258,13 +258,13 @@ def test_staged_tensors_are_rank_major_exact_casts_in_memory_of_their_own(
     adapter = staged(toy(), tensors, dtype=held)
     assert adapter.targets == (0, 1, 2, 3)
     assert adapter.ranks == tuple(ranks.values())
-    for rows, side, size in ((adapter.lora_A, "A", 8), (adapter.lora_B, "B", 6)):
+    for rows, side, size in ((adapter.rows["lora_A"].rows, "A", 8), (adapter.rows["lora_B"].rows, "B", 6)):
         for part, module in zip(rows, TOY_MODULES, strict=True):
             source = before[f"base_model.model.{module}.lora_{side}.weight"]
             assert part.shape == (ranks[module], size)
             assert (part.dtype, part.is_contiguous(), part.requires_grad) == (held, True, False)
             assert torch.equal(part, (source if side == "A" else source.t()).to(held))
-    blocks = [*blocks_of(adapter.lora_A), *blocks_of(adapter.lora_B)]
+    blocks = [*blocks_of(adapter.rows["lora_A"].rows), *blocks_of(adapter.rows["lora_B"].rows)]
     assert len(blocks) == 2
     assert not blocks_of(tensors.values()).intersection(blocks)
     assert adapter.nbytes == sum(ranks.values()) * 14 * held.itemsize
@@ -276,13 +276,13 @@ def test_staged_tensors_share_one_block_per_dtype_and_width() -> None:
     model.model.layers[1].bfloat16()
     tensors = good()
     adapter = staged(model, tensors)
-    for rows, side in ((adapter.lora_A, "A"), (adapter.lora_B, "B")):
+    for rows, side in ((adapter.rows["lora_A"].rows, "A"), (adapter.rows["lora_B"].rows, "B")):
         assert [part.dtype for part in rows] == [torch.float32] * 2 + [torch.bfloat16] * 2
         for part, module in zip(rows, TOY_MODULES, strict=True):
             source = tensors[f"base_model.model.{module}.lora_{side}.weight"]
             assert torch.equal(part, (source if side == "A" else source.t()).to(part.dtype))
     shared = [
-        blocks_of(side[i : i + 2]) for side in (adapter.lora_A, adapter.lora_B) for i in (0, 2)
+        blocks_of(side[i : i + 2]) for side in (adapter.rows["lora_A"].rows, adapter.rows["lora_B"].rows) for i in (0, 2)
     ]
     assert [len(blocks) for blocks in shared] == [1] * 4
     assert len(set.union(*shared)) == 4
@@ -300,8 +300,8 @@ def test_what_slots_hold_on_the_host_stays_what_was_loaded_however_often_others_
             for index, module in enumerate(TOY_MODULES):
                 slots = model.get_submodule(module).lora_slots
                 rows = slice(8 * slot, 8 * slot + held.ranks[index])
-                assert torch.equal(slots.lora_A[rows], held.lora_A[index])
-                assert torch.equal(slots.lora_B[rows], held.lora_B[index])
+                assert torch.equal(slots.lora_A[rows], held.rows["lora_A"].rows[index])
+                assert torch.equal(slots.lora_B[rows], held.rows["lora_B"].rows[index])
 
 
 def test_staged_tensors_are_on_the_host_whatever_the_default_device() -> None:
