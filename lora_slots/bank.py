@@ -4,22 +4,25 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from lora_slots.errors import ArgumentError
 from lora_slots.layers import SlotLayer
 from lora_slots.layout import Layout
+from lora_slots.rows import place
 from lora_slots.staged import StagedAdapter, StagedRows
 from lora_slots.steering import Steering, Table
 
 _RECENT_TABLES = 16
-# Targets, counts of rows, buffers, and the views of those buffers.
-_KnownViews = tuple[tuple[int, ...], tuple[int, ...], list[Tensor], list[Tensor]]
+# Buffers in which a slot owns rows by need; in all others, every slot owns the same share.
+_BY_RANK = frozenset({"lora_A", "lora_B"})
+# First row, targets, counts of rows, buffers, and the views of those buffers.
+_KnownViews = tuple[int | None, tuple[int, ...], tuple[int, ...], list[Tensor], list[Tensor]]
 
 
 class _Tables(NamedTuple):
@@ -34,33 +37,53 @@ class _Tables(NamedTuple):
     weights: Table
 
 
+@dataclass(frozen=True, eq=False)
+class _State:
+    """What the model holds.
+
+    Attributes:
+        held: What each slot holds.
+        starts: The first row by rank of each slot that holds something.
+        tables: What the steering buffers hold.
+    """
+
+    held: tuple[StagedAdapter | None, ...]
+    starts: Mapping[int, int]
+    tables: _Tables
+
+
 class Bank:
     """The slots of a model, and a staged host copy of what each one holds.
 
-    Slot ``s`` owns rows ``s * n : (s + 1) * n`` of every buffer, n its share: max_rank rows of
-    ``lora_A`` and ``lora_B``. An adapter fills the first rows of a share; the rest are zero. Every
-    write happens whole or is rolled back.
+    In ``lora_A``, ``lora_B`` and ``scaling``, a slot owns a run of as many rows as its adapter
+    needs; in every other buffer, slot ``s`` owns rows ``s * n : (s + 1) * n``, n the same for all.
+    What is not needed is zero. Every write happens whole or is rolled back.
     """
 
-    def __init__(self, layout: Layout, *, max_rank: int, num_slots: int) -> None:
-        """Start with all slots empty, as the buffers are."""
+    def __init__(
+        self, layout: Layout, *, max_rank: int, num_slots: int, granule: int | None = None
+    ) -> None:
+        """Start with all slots empty, as the buffers are.
+
+        Args:
+            layout: The target modules, with slots attached.
+            max_rank: The largest rank of an adapter.
+            num_slots: How many adapters can be held.
+            granule: Rows are owned in multiples of this; None: of ``max_rank``, so that a slot's
+                rows never move.
+        """
         self.max_rank = max_rank
         self.num_slots = num_slots
+        self._granule = granule or max_rank
         self._layers: list[SlotLayer] = [target.slots for target in layout]
-        self._held: list[StagedAdapter | None] = [None] * num_slots
         self._spare: tuple[Tensor, ...] = ()
         self._known_views: dict[tuple[int, str], _KnownViews] = {}
         # Tables by the weights they are for, since users go back and forth between a few mixes.
-        self._recent: dict[tuple[tuple[int, float], ...], _Tables] = {}
+        self._recent: dict[tuple[tuple[int, float], ...], _State] = {}
         # How often the buffers had been replaced when each slot was written.
         self._generations = [SlotLayer.generation] * num_slots
-        # The scaling at weight 1 of every module and slot, which rows of a slot it holds for,
-        # which modules a slot's adapter covers, and the tables that the model now holds.
-        modules = len(layout)
-        self._units = np.zeros((modules, num_slots))
-        self._used = np.zeros((modules, num_slots, max_rank), dtype=np.float32)
-        self._covered = np.zeros((modules, num_slots), dtype=bool)
-        self._tables = _weighted(self._units, self._used, self._covered, {})
+        nothing: tuple[None, ...] = (None,) * num_slots
+        self._state = _State(nothing, {}, self._tables(nothing, {}, {}))
         self._scaling = Steering(self._layers, "scaling")
         self._weights = Steering(self._layers, "weights")
 
@@ -74,7 +97,7 @@ class Bank:
 
     def held(self, slot: int) -> StagedAdapter | None:
         """What ``slot`` holds."""
-        return self._held[slot]
+        return self._state.held[slot]
 
     @property
     def spare(self) -> tuple[Tensor, ...]:
@@ -85,7 +108,7 @@ class Bank:
         """Replace what ``slot`` holds, then set the weight of every slot.
 
         Args:
-            slot: The slot to write; other slots' rows are not touched.
+            slot: The slot to write.
             staged: What it shall hold; None empties it.
             weights: The weight of each slot that shall contribute; others contribute nothing.
 
@@ -93,64 +116,113 @@ class Bank:
             ArgumentError: A weight times a scaling leaves the range of float32. Nothing is written.
             BaseException: Whatever a copy raises, after everything was put back as it was.
         """
-        before = self._held[slot]
-        units, used, covered = self._units.copy(), self._used.copy(), self._covered.copy()
-        _describe(staged, units[:, slot], used[:, slot], covered[:, slot])
-        tables = _weighted(units, used, covered, weights)
-        undo = self._backup(slot, before)
-        try:
-            self._copy(slot, staged, used=before)
-            self._steer(tables)
-        except BaseException:
-            self._copy(slot, undo, used=staged)
-            self._steer(self._tables)
-            raise
-        self._held[slot], self._tables = staged, tables
-        self._units, self._used, self._covered = units, used, covered
-        self._generations[slot] = SlotLayer.generation
+        before = self._state.held[slot]
+        held = list(self._state.held)
+        held[slot] = staged
         self._recent.clear()
+        self._enter(self._planned(tuple(held), weights))
         self._spare = () if before is None or staged is None else before.blocks
 
     def set_weights(self, weights: Mapping[int, float]) -> None:
-        """Set which slots contribute, and how much. Writes steering buffers and nothing else.
+        """Set which slots contribute, and how much.
 
         Raises:
             ArgumentError: A weight times a scaling leaves the range of float32. Nothing is written.
             BaseException: Whatever a copy raises, after everything was put back as it was.
         """
         key = tuple(sorted(weights.items()))
-        tables = self._recent.get(key)
-        if tables is None:
-            tables = _weighted(self._units, self._used, self._covered, weights)
-        try:
-            self._steer(tables)
-        except BaseException:
-            self._steer(self._tables)
-            raise
-        self._tables = tables
+        state = self._recent.get(key) or self._planned(self._state.held, weights)
+        self._enter(state)
         if len(self._recent) >= _RECENT_TABLES:
             self._recent.clear()
-        self._recent[key] = tables
+        self._recent[key] = state
+
+    def _planned(
+        self, held: tuple[StagedAdapter | None, ...], weights: Mapping[int, float]
+    ) -> _State:
+        """The state that holds ``held`` and steers by ``weights``, moving as little as possible."""
+        needs = {slot: self._need(own) for slot, own in enumerate(held) if own is not None}
+        known = self._state.held
+        before = {
+            slot: start
+            for slot, start in self._state.starts.items()
+            if slot in needs and needs[slot] <= self._need(known[slot])
+        }
+        starts = place(needs, before, total=self.num_slots * self.max_rank)
+        assert starts is not None
+        return _State(held, starts, self._tables(held, starts, weights))
+
+    def _need(self, staged: StagedAdapter | None) -> int:
+        """How many rows by rank an adapter owns."""
+        rank = 0 if staged is None else max(staged.ranks)
+        return -(-rank // self._granule) * self._granule
+
+    def _enter(self, state: _State) -> None:
+        """Bring the model from its state to another, or leave it as it was."""
+        changed = [
+            slot
+            for slot in range(self.num_slots)
+            if state.held[slot] is not self._state.held[slot]
+            or state.starts.get(slot) != self._state.starts.get(slot)
+        ]
+        undo = self._state
+        if changed:
+            held = [
+                self._backup(slot, own) if slot in changed else own
+                for slot, own in enumerate(self._state.held)
+            ]
+            undo = replace(self._state, held=tuple(held))
+        try:
+            self._copy(changed, self._state, state)
+            self._steer(state.tables)
+        except BaseException:
+            self._copy(changed, state, undo)
+            self._steer(undo.tables)
+            raise
+        self._state = state
+        for slot in changed:
+            self._generations[slot] = SlotLayer.generation
 
     def _steer(self, tables: _Tables) -> None:
         self._scaling.write(tables.scaling)
         self._weights.write(tables.weights)
 
-    def _copy(self, slot: int, staged: StagedAdapter | None, *, used: StagedAdapter | None) -> None:
-        """Write the rows of ``staged``, and zero those that only ``used`` has."""
-        new = {} if staged is None else staged.rows
-        old = {} if used is None else used.rows
-        for name, rows in new.items():
-            views = self._views(slot, name, rows.targets, rows.counts)
-            if views:
-                torch._foreach_copy_(views, list(rows.rows))
-        for name, rows in old.items():
-            targets, firsts, lasts = _tails(rows, new.get(name))
+    def _copy(self, slots: Sequence[int], old: _State, new: _State) -> None:
+        """Write what ``slots`` hold in ``new``, where in ``old`` they hold something else.
+
+        Rows that were used and no longer are become zero first: another slot may get them.
+        """
+        for slot in slots:
+            self._zero(slot, old, new)
+        for slot in slots:
+            own = new.held[slot]
+            for name, rows in ({} if own is None else own.rows).items():
+                offset = self._offset(slot, name, new)
+                views = self._views(slot, offset, name, rows.targets, rows.counts)
+                if views:
+                    torch._foreach_copy_(views, list(rows.rows))
+
+    def _zero(self, slot: int, old: _State, new: _State) -> None:
+        own, other = old.held[slot], new.held[slot]
+        for name, rows in ({} if own is None else own.rows).items():
+            offset = self._offset(slot, name, old)
+            stays = other is not None and offset == self._offset(slot, name, new)
+            kept = other.rows.get(name) if other is not None and stays else None
+            targets, firsts, lasts = _tails(rows, kept)
             if targets:
-                torch._foreach_zero_(self._rows(slot, name, targets, firsts, lasts))
+                torch._foreach_zero_(self._rows(slot, offset, name, targets, firsts, lasts))
+
+    def _offset(self, slot: int, name: str, state: _State) -> int | None:
+        """The first row that a slot owns of a buffer; None: of those that fall to its share."""
+        return state.starts[slot] if name in _BY_RANK else None
 
     def _views(
-        self, slot: int, name: str, targets: tuple[int, ...], counts: tuple[int, ...]
+        self,
+        slot: int,
+        offset: int | None,
+        name: str,
+        targets: tuple[int, ...],
+        counts: tuple[int, ...],
     ) -> list[Tensor]:
         """The first ``counts`` rows that a slot owns of the buffer ``name`` of each target.
 
@@ -159,43 +231,80 @@ class Bank:
         """
         buffers = self._buffers(name, targets)
         known = self._known_views.get((slot, name))
-        if known is None or known[:2] != (targets, counts) or not _same(known[2], buffers):
-            views = self._rows(slot, name, targets, [0] * len(targets), counts)
-            known = self._known_views[slot, name] = (targets, counts, buffers, views)
-        return known[3]
+        if known is None or known[:3] != (offset, targets, counts) or not _same(known[3], buffers):
+            views = self._rows(slot, offset, name, targets, [0] * len(targets), counts)
+            known = self._known_views[slot, name] = (offset, targets, counts, buffers, views)
+        return known[4]
 
     def _rows(
         self,
         slot: int,
+        offset: int | None,
         name: str,
         targets: Sequence[int],
         firsts: Sequence[int],
         lasts: Sequence[int],
     ) -> list[Tensor]:
         """Rows ``first : last`` of those that a slot owns of the buffer ``name`` of each target."""
-        return [
-            buffer.narrow(0, slot * (buffer.shape[0] // self.num_slots) + first, last - first)
-            for buffer, first, last in zip(self._buffers(name, targets), firsts, lasts, strict=True)
-        ]
+        views = []
+        for buffer, first, last in zip(self._buffers(name, targets), firsts, lasts, strict=True):
+            share = slot * (buffer.shape[0] // self.num_slots)
+            start = share if offset is None else offset
+            views.append(buffer.narrow(0, start + first, last - first))
+        return views
 
     def _backup(self, slot: int, staged: StagedAdapter | None) -> StagedAdapter | None:
         """What to put back if a write fails: the staged copy where that is still exact."""
         if staged is None or self._generations[slot] == SlotLayer.generation:
             return staged
         # The model was cast since: the buffers hold what no staged copy does.
-        rows = {
-            name: StagedRows(
-                own.targets,
-                tuple(view.clone() for view in self._views(slot, name, own.targets, own.counts)),
-            )
-            for name, own in staged.rows.items()
-        }
-        return StagedAdapter(staged.source, staged.targets, staged.scaling, staged.ranks, rows)
+        rows = {}
+        for name, own in staged.rows.items():
+            offset = self._offset(slot, name, self._state)
+            views = self._views(slot, offset, name, own.targets, own.counts)
+            rows[name] = StagedRows(own.targets, tuple(view.clone() for view in views))
+        return replace(staged, rows=rows, blocks=())
 
     def _buffers(self, name: str, targets: Iterable[int]) -> list[Tensor]:
         # Read anew each time, since `.to()` replaces buffers; from the dict, since attribute
         # look-up on a module costs microseconds.
         return [self._layers[target]._buffers[name] for target in targets]  # type: ignore[misc]
+
+    def _tables(
+        self,
+        held: Sequence[StagedAdapter | None],
+        starts: Mapping[int, int],
+        weights: Mapping[int, float],
+    ) -> _Tables:
+        """What the steering buffers must hold.
+
+        Args:
+            held: What each slot holds.
+            starts: The first row of each slot that holds something.
+            weights: The weight of each slot that contributes.
+        """
+        modules = len(self._layers)
+        scaling = np.zeros((modules, self.num_slots * self.max_rank), dtype=np.float32)
+        by_slot = np.zeros((modules, self.num_slots), dtype=np.float32)
+        for slot, weight in weights.items():
+            staged = held[slot]
+            if staged is None:
+                continue
+            targets = list(staged.targets)
+            with np.errstate(over="ignore"):
+                units = (np.array(staged.scaling) * weight).astype(np.float32)
+                by_slot[targets, slot] = weight
+            if not (np.isfinite(units).all() and np.isfinite(by_slot[:, slot]).all()):
+                raise ArgumentError(
+                    "a weight times the adapter's scaling must be a finite float32, got weight "
+                    f"{weight!r} times scalings up to {max(map(abs, staged.scaling))!r}"
+                )
+            ranks = np.array(staged.ranks)[:, None]
+            rows = np.arange(ranks.max())
+            scaling[targets, starts[slot] : starts[slot] + len(rows)] = np.where(
+                rows < ranks, units[:, None], np.float32(0)
+            )
+        return _Tables(scaling, by_slot)
 
 
 def _same(some: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
@@ -217,54 +326,3 @@ def _tails(old: StagedRows, new: StagedRows | None) -> tuple[list[int], list[int
         [first for _, first, _ in tails],
         [last for _, _, last in tails],
     )
-
-
-def _describe(
-    staged: StagedAdapter | None,
-    units: NDArray[np.float64],
-    used: Table,
-    covered: NDArray[np.bool_],
-) -> None:
-    """Fill in what one slot's adapter says of every module.
-
-    Args:
-        staged: The adapter; None for none.
-        units: Becomes its scalings at weight 1: ``[modules]``.
-        used: Becomes the rows they hold for, 1 or 0: ``[modules, max_rank]``.
-        covered: Becomes the modules it covers: ``[modules]``.
-    """
-    units[:], used[:], covered[:] = 0, 0, False
-    if staged is not None:
-        targets = list(staged.targets)
-        units[targets] = staged.scaling
-        used[targets] = np.arange(used.shape[1]) < np.array(staged.ranks)[:, None]
-        covered[targets] = True
-
-
-def _weighted(
-    units: NDArray[np.float64],
-    used: Table,
-    covered: NDArray[np.bool_],
-    weights: Mapping[int, float],
-) -> _Tables:
-    """What the steering buffers must hold.
-
-    Args:
-        units: The scalings at weight 1: ``[modules, slots]``.
-        used: The rows they hold for: ``[modules, slots, max_rank]``.
-        covered: Which modules the adapter of a slot covers: ``[modules, slots]``.
-        weights: The weight of each slot that contributes.
-    """
-    scaling = np.zeros_like(used)
-    by_slot = np.zeros(covered.shape, dtype=np.float32)
-    for slot, weight in weights.items():
-        with np.errstate(over="ignore"):
-            scalings = (units[:, slot] * weight).astype(np.float32)
-            by_slot[:, slot] = covered[:, slot] * np.float32(weight)
-        if not (np.isfinite(scalings).all() and np.isfinite(by_slot[:, slot]).all()):
-            raise ArgumentError(
-                f"a weight times the adapter's scaling must be a finite float32, got weight "
-                f"{weight!r} times scalings up to {float(abs(units[:, slot]).max())!r}"
-            )
-        np.multiply(used[:, slot], scalings[:, None], out=scaling[:, slot])
-    return _Tables(scaling.reshape(len(units), -1), by_slot)

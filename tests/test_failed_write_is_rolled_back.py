@@ -85,6 +85,7 @@ def test_a_fault_in_any_operation_changes_nothing(call, error):
         changed.assert_unchanged(manager, model)
     output = model(toy_input())
     for operation in range(operations):
+        model, manager = start()  # a second call would need fewer operations
         with pytest.raises(error, match="fault"), Fault(operation, error("fault")):
             CALLS[call](manager)
         before.assert_unchanged(manager, model)
@@ -123,9 +124,9 @@ def test_a_fault_after_the_model_was_cast_changes_nothing(casts):
 
     hotswap = CALLS["hotswap to a larger rank"]
     operations = count_operations(cast_start()[1], hotswap)
-    model, manager = cast_start()
-    before = Snapshot.of(manager, model)
+    before = Snapshot.of(*reversed(cast_start()))
     for operation in range(operations):
+        model, manager = cast_start()
         with pytest.raises(RuntimeError, match="fault"), Fault(operation, RuntimeError("fault")):
             hotswap(manager)
         before.assert_unchanged(manager, model)
