@@ -30,7 +30,7 @@ from lora_slots import (
     UnsupportedAdapterError,
     read_adapter,
 )
-from lora_slots.reading.peft import _FOREIGN
+from lora_slots.reading.formats import FOREIGN
 
 # Damaged files
 
@@ -80,7 +80,7 @@ def test_a_file_without_lora_tensors_is_refused(tensors: dict[str, Tensor], tmp_
     refusal(path, AdapterFileError, f"holds no LoRA tensors; its keys are .*{keys}")
 
 
-@pytest.mark.parametrize(("piece", "what"), _FOREIGN.items())
+@pytest.mark.parametrize(("piece", "what"), FOREIGN.items())
 def test_key_names_of_other_formats_are_refused_by_name(
     piece: str, what: str, tmp_path: Path
 ) -> None:

@@ -21,10 +21,9 @@ from toys import (
 from lora_slots import (
     AdapterFileError,
     SlotManager,
-    UnsupportedAdapterError,
     read_adapter,
 )
-from lora_slots.reading.peft import SCALING_KEYS
+from lora_slots.reading.configs import SCALING_KEYS
 
 CONFIG = "adapter_config.json"
 
@@ -57,22 +56,25 @@ def test_metadata_that_agrees_with_the_config_beside_it_is_fine(tmp_path: Path) 
 
 
 @pytest.mark.parametrize(
-    ("key", "value"), list(zip(SCALING_KEYS, [8, 9, {"a": 1}, {"a": 1}, True], strict=True))
+    ("key", "value"), list(zip(SCALING_KEYS, [8, 9, 9, {"a": 1}, {"a": 1}, True], strict=True))
 )
 def test_metadata_that_contradicts_the_config_beside_it_is_refused(
     key: str, value: Any, tmp_path: Path
 ) -> None:
-    agreed = {**SCALING_2, "rank_pattern": {}, "alpha_pattern": {}, "use_rslora": False}
+    agreed = {
+        **SCALING_2, "alpha": 8, "rank_pattern": {}, "alpha_pattern": {}, "use_rslora": False,
+    }  # fmt: skip
     path = write_folder(tmp_path / "a", TENSORS, agreed)
     write_file(path / WEIGHTS, TENSORS, {"adapter_config": json.dumps({**agreed, key: value})})
     message = f"contradicts the {CONFIG} beside it: {key} is {re.escape(repr(value))} in its"
     refusal(path, AdapterFileError, message)
 
 
-def test_metadata_with_the_configs_of_several_components_is_refused(tmp_path: Path) -> None:
+def test_metadata_for_components_that_no_tensor_belongs_to_is_refused(tmp_path: Path) -> None:
     metadata = {"lora_adapter_metadata": json.dumps({"unet.r": 4, "text_encoder.r": 8})}
     path = write_file(tmp_path / "a.safetensors", TENSORS, metadata)
-    refusal(path, UnsupportedAdapterError, "several components")
+    message = "is for unet, text_encoder, but the key of no tensor begins with that: base_model"
+    refusal(path, AdapterFileError, message)
 
 
 NOISE: list[dict[str, Any]] = [

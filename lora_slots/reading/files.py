@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import mmap
 import os
 import pickle
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, BinaryIO
 
 import safetensors
 import torch
@@ -53,10 +54,7 @@ def read_weights(
     try:
         with safetensors.safe_open(path, framework="pt") as file:
             metadata = file.metadata() or {}
-            if header_only:
-                names = file.offset_keys()
-                return {name: _describe(file.get_slice(name)) for name in names}, metadata
-            return _map(path, file), metadata
+            return (_describe if header_only else _map)(path, file), metadata
     except (safetensors.SafetensorError, OSError, RuntimeError) as error:
         raise AdapterFileError(_diagnose(path, error)) from error
 
@@ -68,14 +66,12 @@ def _map(path: str, file: Any) -> dict[str, Tensor]:
     asking safetensors for one tensor after the other.
     """
     with open(path, "rb") as stream:
-        header_size = int.from_bytes(stream.read(8), "little")
-        header: dict[str, Any] = json.loads(stream.read(header_size))
+        header = _header(stream)
+        start_of_data = stream.tell()
         # Private, so that nothing could ever write into the file.
         mapped = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_COPY)
-    content = torch.frombuffer(mapped, dtype=torch.uint8)[8 + header_size :]
-    header.pop("__metadata__", None)
-    one_each = {entry["dtype"]: name for name, entry in header.items()}
-    dtypes = {kind: _dtype(file.get_slice(name)) for kind, name in one_each.items()}
+    content = torch.frombuffer(mapped, dtype=torch.uint8)[start_of_data:]
+    dtypes = _dtypes(header, file)
     whole = {kind: _typed(content, dtype) for kind, dtype in dtypes.items()}
     tensors = {}
     for name, entry in header.items():
@@ -87,6 +83,20 @@ def _map(path: str, file: Any) -> dict[str, Tensor]:
             offset = base.storage_offset() + start // itemsize
             tensors[name] = base.as_strided(shape, _strides(shape), offset)
     return tensors
+
+
+def _header(stream: BinaryIO) -> dict[str, Any]:
+    """The shape, dtype and place of every tensor; leaves the stream where the data begin."""
+    size = int.from_bytes(stream.read(8), "little")
+    header: dict[str, Any] = json.loads(stream.read(size))
+    header.pop("__metadata__", None)
+    return header
+
+
+def _dtypes(header: Mapping[str, Any], file: Any) -> dict[str, torch.dtype]:
+    """The dtype that each of the header's words for one stands for."""
+    one_each = {entry["dtype"]: name for name, entry in header.items()}
+    return {kind: _dtype(file.get_slice(name)) for kind, name in one_each.items()}
 
 
 def _strides(shape: list[int]) -> list[int]:
@@ -110,12 +120,23 @@ def _dtype(view: Any) -> torch.dtype:
     return dtype
 
 
-def _describe(view: Any) -> Tensor:
-    shape = view.get_shape()
-    if torch.Size(shape).numel() <= 1:
-        scalar: Tensor = view[...]
-        return scalar
-    return torch.empty(shape, dtype=_dtype(view), device="meta")
+def _describe(path: str, file: Any) -> dict[str, Tensor]:
+    """Every tensor of more than one element on ``meta``, the others whole."""
+    with open(path, "rb") as stream:
+        header = _header(stream)
+    dtypes = _dtypes(header, file)
+    return {
+        name: file.get_tensor(name)
+        if torch.Size(entry["shape"]).numel() <= 1
+        else _on_meta(dtypes[entry["dtype"]], *entry["shape"])
+        for name, entry in header.items()
+    }
+
+
+# The same few shapes come back in every adapter of a base model.
+@functools.lru_cache(maxsize=4096)
+def _on_meta(dtype: torch.dtype, *shape: int) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
 
 
 def _read_pickle(path: str) -> dict[str, Tensor]:

@@ -1,0 +1,62 @@
+"""Which weight file a path or a hub id means."""
+
+from __future__ import annotations
+
+import os
+
+from lora_slots.errors import AdapterFileError
+from lora_slots.reading.hub import download, looks_like_hub_id
+
+CONFIG_NAME = "adapter_config.json"
+SAFETENSORS_NAMES = ("adapter_model.safetensors", "pytorch_lora_weights.safetensors")
+PICKLE_NAMES = ("adapter_model.bin", "pytorch_lora_weights.bin")
+# What PEFT and diffusers call their files, the first that is there being read.
+WEIGHT_NAMES = SAFETENSORS_NAMES + PICKLE_NAMES
+
+
+def locate(path: str, *, allow_pickle: bool = False) -> str:
+    """The weight file that ``path``, a file, a folder or a hub id, means.
+
+    Of a folder it is ``adapter_model.safetensors``, else ``pytorch_lora_weights.safetensors``, else
+    the only ``.safetensors`` file whatever its name, else ``adapter_model.bin``, else
+    ``pytorch_lora_weights.bin``. Folders within are not looked into.
+
+    Raises:
+        AdapterFileError: Nothing is there, or several files without one of these names are.
+    """
+    if not os.path.exists(path):
+        if not looks_like_hub_id(path):
+            raise AdapterFileError(f"{path} does not exist")
+        names = WEIGHT_NAMES if allow_pickle else SAFETENSORS_NAMES
+        path = download(path, [CONFIG_NAME, *names])
+    if not os.path.isdir(path):
+        return path
+    names_found = sorted(os.listdir(path))
+    others = [name for name in names_found if name.endswith(".safetensors")]
+    usual = [name for name in SAFETENSORS_NAMES if name in others]
+    if not usual and len(others) > 1:
+        raise AdapterFileError(
+            f"{path} must hold {' or '.join(SAFETENSORS_NAMES)}, or a single .safetensors file: it "
+            f"holds {', '.join(others)}; pass the path of one"
+        )
+    chosen = [*usual, *others, *(name for name in PICKLE_NAMES if name in names_found)]
+    if not chosen:
+        raise AdapterFileError(_nothing_in(path, names_found))
+    return os.path.join(path, chosen[0])
+
+
+def _nothing_in(path: str, names: list[str]) -> str:
+    text = (
+        f"{path} must hold {' or '.join(SAFETENSORS_NAMES)}, or a single .safetensors file: it "
+        "holds neither"
+    )
+    nested = [name for name in names if _holds_weights(os.path.join(path, name))]
+    if not nested:
+        return text
+    return f"{text}, but {', '.join(nested[:3])} in it does; pass the path of that folder"
+
+
+def _holds_weights(path: str) -> bool:
+    return os.path.isdir(path) and any(
+        name in WEIGHT_NAMES or name.endswith(".safetensors") for name in os.listdir(path)
+    )
