@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 import warnings
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._dynamo import OptimizedModule
 
-from lora_slots.errors import ArgumentError, AttachError
+from lora_slots.errors import AttachError
 from lora_slots.layers import SlotSizes
+from lora_slots.layers.quantized import said_dtypes
 from lora_slots.layers.swap import add_slots, has_other_class, has_slots, remove_slots
 from lora_slots.layout import Layout, Target
 from lora_slots.refusals import is_compiled, refuse_fast_path, refuse_unattachable
@@ -28,19 +30,6 @@ class SlotOptions:
     bias: bool = False
 
 
-def unwrap(model: object) -> nn.Module:
-    """The module behind ``torch.compile``'s wrapper, or the model itself.
-
-    Raises:
-        ArgumentError: ``model`` is not an `nn.Module`.
-    """
-    while isinstance(model, OptimizedModule):
-        model = model._orig_mod
-    if not isinstance(model, nn.Module):
-        raise ArgumentError(f"model must be an nn.Module, got {type(model).__name__}")
-    return model
-
-
 def attach(layout: Layout, options: SlotOptions) -> None:
     """Give every target module of ``layout`` a slot layer.
 
@@ -52,7 +41,7 @@ def attach(layout: Layout, options: SlotOptions) -> None:
     for target in layout:
         refuse_unattachable(target)
     refuse_fast_path(layout)
-    made = [target.kind.make(target.module, _sizes(target, options)) for target in layout]
+    made = [target.kind.make(target.module, _sizes(target, layout, options)) for target in layout]
     try:
         for target, slots in zip(layout, made, strict=True):
             slots.train(target.module.training)
@@ -79,9 +68,9 @@ def detach(layout: Layout) -> None:
             remove_slots(target.module)
 
 
-def warn_if_compiled(model: nn.Module) -> None:
+def warn_if_compiled(modules: Iterable[nn.Module]) -> None:
     """Warn that a model that is compiled already will be compiled once more."""
-    if any(is_compiled(module) for module in model.modules()):
+    if any(map(is_compiled, modules)):
         warnings.warn(
             "the model was compiled before it got slots, so its next call compiles it once more; "
             "build the SlotManager before torch.compile to avoid that",
@@ -94,25 +83,33 @@ def can_compute(dtype: torch.dtype) -> bool:
     return dtype.is_floating_point and dtype.itemsize > 1
 
 
-def _sizes(target: Target, options: SlotOptions) -> SlotSizes:
+def _sizes(target: Target, layout: Layout, options: SlotOptions) -> SlotSizes:
     return SlotSizes(
         num_slots=options.num_slots,
-        max_rank=options.max_rank,
-        dtype=options.dtype or _compute_dtype(target),
+        max_rank=options.max_rank if target.low_rank else 0,
+        dtype=_dtype(target, layout, options),
         device=_device(target),
-        dora=options.dora,
-        bias=options.bias,
+        dora=options.dora and target.low_rank,
+        bias=options.bias and target.low_rank,
+        token_rows=target.token_rows,
     )
 
 
-def _compute_dtype(target: Target) -> torch.dtype:
-    dtype = target.weight.dtype
-    if not can_compute(dtype):
-        dtype = getattr(target.module, "compute_dtype", None) or dtype
-    if not can_compute(dtype):
+def _dtype(target: Target, layout: Layout, options: SlotOptions) -> torch.dtype:
+    if target.is_full:
+        return target.weight.dtype  # What stands in the place of a parameter is like it.
+    return options.dtype or _compute_dtype(target, layout)
+
+
+def _compute_dtype(target: Target, layout: Layout) -> torch.dtype:
+    said = (target.weight.dtype,) if target.parameter else said_dtypes(target.module)
+    # 8-bit layers of bitsandbytes compute in the dtype of their input.
+    around = layout.dtypes_of(target.component)
+    dtype = next(filter(can_compute, itertools.chain(said, around)), None)
+    if dtype is None:
         raise AttachError(
-            f"{target.path} stores its weight as {dtype} and does not say in which dtype it "
-            "computes; build the SlotManager with dtype="
+            f"{target.path} stores its weight as {target.weight.dtype} and nothing says in which "
+            "dtype it computes; build the SlotManager with dtype="
         )
     return dtype
 

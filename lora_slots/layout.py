@@ -5,14 +5,17 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
+import torch
 from torch import Tensor, nn
 
+from lora_slots.components import parts_of, split_component
 from lora_slots.layers import LayerKind, SlotLayer
-from lora_slots.layers.parameter import ParameterSlots
+from lora_slots.layers.parameter import ParameterSlots, own_parameter
+from lora_slots.layers.quantized import stored_weight
 from lora_slots.layers.swap import CHILD_NAME
 
 # Names that torch.compile, FSDP and activation checkpointing put into a path. No model uses them.
@@ -66,6 +69,9 @@ class Target:
             and ``aliases``; empty for a single model.
         in_encoder_layer: Whether an `nn.TransformerEncoderLayer` holds it, whose fast path reads
             ``weight`` and never calls the module.
+        low_rank: Whether it takes low-rank updates, and not only ``token_rows``.
+        token_rows: How many trained rows of an embedding each slot holds for it.
+        tied_to: The embedding whose trained rows are its own, too, where their weights are tied.
     """
 
     path: str
@@ -77,6 +83,9 @@ class Target:
     parameter: str = ""
     component: str = ""
     in_encoder_layer: bool = False
+    low_rank: bool = True
+    token_rows: int = 0
+    tied_to: nn.Module | None = None
 
     @property
     def path_in_component(self) -> str:
@@ -97,7 +106,15 @@ class Target:
     @property
     def weight(self) -> Tensor:
         """The base weight, as the module stores it."""
-        return cast("Tensor", getattr(self.module, self.parameter or "weight"))
+        if self.parameter:
+            # The attribute would answer with what the slots make of it.
+            return own_parameter(self.module, self.parameter)
+        return stored_weight(self.module)
+
+    @property
+    def is_full(self) -> bool:
+        """Whether it takes whole tensors in the place of its parameter, not low-rank updates."""
+        return bool(self.parameter) and not self.low_rank
 
 
 @dataclass(frozen=True, eq=False)
@@ -107,13 +124,11 @@ class Layout:
     Attributes:
         targets: The target modules.
         others: The names of all other modules, each with the name of its class.
-        bypassed: Names of modules that the model never calls, each with the reason.
         model_name: The hub id or path that the model says it came from; empty if it says none.
     """
 
     targets: tuple[Target, ...]
     others: Mapping[str, str]
-    bypassed: Mapping[str, str]
     model_name: str
     _model: nn.Module
     _index: Mapping[str, int | None]
@@ -123,7 +138,6 @@ class Layout:
         cls,
         model: nn.Module,
         targets: tuple[Target, ...],
-        bypassed: Mapping[str, str] | None = None,
     ) -> Layout:
         """Index ``targets`` of ``model`` by every spelling of every name."""
         index: dict[str, int | None] = {}
@@ -136,14 +150,14 @@ class Layout:
                         index[name] = None
         for number, target in enumerate(targets):
             index.update(dict.fromkeys(target.aliases, number))
-        aliases = {alias for target in targets for alias in target.aliases}
+        aliases = {alias for target in targets if target.low_rank for alias in target.aliases}
         others = {
             name: type(module).__name__
             for path, module in named_modules(model)
             if path not in aliases
             for name in reversed(spellings(path))
         }
-        return cls(targets, others, bypassed or {}, _name_of(model), model, index)
+        return cls(targets, others, _name_of(model), model, index)
 
     def find(self, path: str) -> tuple[int, str] | None:
         """Match a module name from a file.
@@ -159,17 +173,45 @@ class Layout:
                 return index, name
         return None
 
-    def parameter(self, path: str) -> Tensor | None:
-        """The model's own parameter that a key of a file names, or None."""
-        names = spellings(path)
-        return next(
-            (
-                parameter
-                for name, parameter in self._model.named_parameters(remove_duplicate=False)
-                if without_wrappers(name) in names
-            ),
-            None,
-        )
+    def dtypes_of(self, component: str) -> Iterator[torch.dtype]:
+        """The dtypes of the parameters of one component, in the order of the model."""
+        for _, parameter in parts_of(self._model)[component].named_parameters():
+            yield parameter.dtype
+
+    def tensor(self, path: str) -> Tensor | None:
+        """The model's own parameter or buffer that a key of a file names, or None."""
+        for name in spellings(path):
+            owner, _, own = name.rpartition(".")
+            module = self.modules.get(owner) if owner else self._model
+            if module is not None and own in module._parameters | module._buffers:
+                return (module._parameters | module._buffers)[own]
+        return None
+
+    @functools.cached_property
+    def modules(self) -> Mapping[str, nn.Module]:
+        """All modules by every spelling of every name."""
+        return {
+            name: module
+            for path, module in named_modules(self._model)
+            for name in reversed(spellings(path))
+        }
+
+    def part(self, component: str) -> nn.Module:
+        """One component of the model, to ask what it is; ``""`` for a single model."""
+        return parts_of(self._model)[component]
+
+    def has_module(self, path: str) -> bool:
+        """Whether a name stands for a module of the model, a target or not."""
+        return self.find(path) is not None or path in self.others
+
+    def instances_of(self, class_names: Container[str]) -> Iterator[tuple[str, nn.Module]]:
+        """The model, as ``""``, and its modules, by path, whose class or a base of it is so named.
+
+        For their configs: nothing of them may be changed.
+        """
+        for path, module in itertools.chain([("", self._model)], named_modules(self._model)):
+            if any(cls.__name__ in class_names for cls in type(module).__mro__):
+                yield path, module
 
     @functools.cached_property
     def in_encoder_layers(self) -> tuple[Target, ...]:
@@ -178,8 +220,16 @@ class Layout:
 
     @functools.cached_property
     def components(self) -> tuple[str, ...]:
-        """The names of the components that have target modules; ``("",)`` for a single model."""
-        return tuple(dict.fromkeys(target.component for target in self.targets))
+        """The names of the components that have target modules; ``("",)`` for a single model.
+
+        One of whose target modules all belong to others, too, is among them.
+        """
+        names = (
+            split_component(alias, self._model)[0]
+            for target in self.targets
+            for alias in target.aliases
+        )
+        return tuple(dict.fromkeys(names))
 
     def __len__(self) -> int:
         """The number of target modules."""

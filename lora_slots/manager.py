@@ -6,31 +6,33 @@ import re
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 import torch
 from torch import nn
 
-from lora_slots import guard, refusals
+from lora_slots import refusals
 from lora_slots.attach import (
     SlotOptions,
     attach,
     can_compute,
     detach,
-    unwrap,
     warn_if_compiled,
 )
 from lora_slots.bank import Bank
+from lora_slots.choices import ALL_LINEAR, TargetModules
+from lora_slots.components import all_modules, components_of, parts_of, root_of, unwrap
+from lora_slots.compress import compress, rank_limit
 from lora_slots.errors import (
     ArgumentError,
     AttachError,
     NotAttachedError,
     TargetMismatchError,
 )
-from lora_slots.inspecting import inspect_adapter
+from lora_slots.fitting import fit
 from lora_slots.layers.watch import listen
 from lora_slots.reading import RawAdapter, Source, read_adapter
 from lora_slots.report import ComponentStatus, LoadReport, ManagerStatus, SlotStatus
@@ -38,8 +40,10 @@ from lora_slots.resolve import Adapter, resolve
 from lora_slots.roster import Roster
 from lora_slots.staged import StagedAdapter
 from lora_slots.staging import stage
-from lora_slots.survey import ALL_LINEAR, TargetModules, survey
+from lora_slots.survey import survey
 
+# An nn.Module, a mapping of names to modules, or a diffusers pipeline, which has no common base.
+Model = nn.Module | Mapping[str, nn.Module] | Any
 _ATTRIBUTE = "_lora_slots_manager"
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
@@ -50,30 +54,48 @@ class SlotManager:
     Constructing one gives every target module a slot layer whose buffers are zero: the model's
     output stays what it was. It should be built before `torch.compile`.
 
+    A copy or a pickle of the model brings its own manager along. One component of a pipeline brings
+    the others along with it: copy the pipeline, or all its components together.
+
     Args:
         model: Any `nn.Module`, plain or compiled; a compiled one is unwrapped, with a warning that
-            it will be compiled once more. It is changed in place; `detach` undoes that.
+            it will be compiled once more. It is changed in place; `detach` undoes that. Or several
+            modules that one adapter is for: a diffusers pipeline, meaning the components that
+            diffusers loads LoRA into, or a mapping such as
+            ``{"unet": unet, "text_encoder": text_encoder}``. Their modules are then named with the
+            component first: ``"unet.conv_in"``.
         max_rank: The largest rank of an adapter that can be loaded.
         num_slots: How many adapters can be loaded at a time.
         target_modules: Which modules take adapters, as PEFT means it: ``"all-linear"`` (all but
             the output embeddings), a regular expression for whole names, or a collection of names
-            and suffixes of names.
+            and suffixes of names. In a pipeline that is asked of each component on its own, where
+            names are those within the component; or give a mapping of components to any of these.
+            Names may also be those of parameters that a module reads by itself, with two or three
+            dimensions, such as ``"mlp.experts.gate_up_proj"``: what PEFT calls target_parameters.
         dtype: The dtype of ``lora_A`` and ``lora_B``; None: each layer's compute dtype.
         dora: Whether slots shall have room for DoRA adapters, which costs ``4 * out`` floats per
             slot and layer, and some time in each forward.
         bias: Whether slots shall have room for a bias, which costs ``out`` floats per slot and
             layer.
+        token_rows: For how many trained rows of the embeddings (PEFT's ``trainable_token_indices``)
+            each slot shall have room: of the model's input and output embeddings and of what is
+            tied to them, or of every `nn.Embedding` where the model does not say which those are.
+        full_modules: Ends of names of modules that an adapter may replace as a whole, such as
+            ``["classifier"]``: what PEFT calls modules_to_save, with its meaning of names. All
+            their parameters, and those of the modules in them, get room in full size once for each
+            slot, and no low-rank slots.
 
     Raises:
         ArgumentError: An argument has no meaning.
-        TargetMismatchError: ``target_modules`` matches nothing, or what takes no adapters.
+        TargetMismatchError: ``target_modules`` or ``full_modules`` matches nothing, or what takes
+            no adapters; or both match one module.
         AttachError: The model has a manager or PEFT layers already, is sharded, would ignore its
             slots, or inductor's ``freezing`` is on.
     """
 
     def __init__(
         self,
-        model: nn.Module,
+        model: Model,
         *,
         max_rank: int,
         num_slots: int = 1,
@@ -81,6 +103,8 @@ class SlotManager:
         dtype: torch.dtype | None = None,
         dora: bool = False,
         bias: bool = False,
+        token_rows: int = 0,
+        full_modules: Collection[str] = (),
     ) -> None:
         """Attach slots to ``model``; see the class."""
         _check_count("max_rank", max_rank)
@@ -89,35 +113,44 @@ class SlotManager:
             raise ArgumentError(
                 f"dtype must be a floating-point torch.dtype of at least 16 bits, got {dtype!r}"
             )
+        if isinstance(token_rows, bool) or not isinstance(token_rows, int) or token_rows < 0:
+            raise ArgumentError(f"token_rows must be a whole number from 0, got {token_rows!r}")
         if target_modules is None:
             raise ArgumentError("target_modules must be a string or a collection, got None")
-        inner = unwrap(model)
-        if _ATTRIBUTE in vars(inner):
-            raise AttachError(
-                "this model already has a SlotManager; use SlotManager.of(model), or detach() it "
-                "first"
-            )
-        refusals.refuse_model(inner)
-        refusals.refuse_freezing(model.modules())
-        layout = survey(inner, target_modules)
-        warn_if_compiled(model)
+        given, root = components_of(model), root_of(model)
+        for name, part in parts_of(root).items():
+            if _ATTRIBUTE in vars(part):
+                raise AttachError(
+                    f"{name or 'this model'} already has a SlotManager; use SlotManager.of(model), "
+                    "or detach() it first"
+                )
+        refusals.refuse_model(root)
+        refusals.refuse_freezing(all_modules(given))
+        layout = survey(
+            root, target_modules, token_rows=token_rows, full_modules=full_modules, bias=bool(bias)
+        )
+        refusals.refuse_fused_projections(root.modules(), layout)
+        warn_if_compiled(all_modules(given))
         options = SlotOptions(max_rank, num_slots, dtype, dora=bool(dora), bias=bool(bias))
         attach(layout, options)
-        self._model = inner
-        self._modules = tuple(inner.modules())
+        self._model = root
+        self._modules = tuple(root.modules())
         self._layout = layout
         self._bank = Bank(layout, max_rank=max_rank, num_slots=num_slots)
         self._roster = Roster(num_slots)
         self._lock = threading.RLock()
         # On the model, so that copies and pickles of it bring their manager along.
-        vars(inner)[_ATTRIBUTE] = self
+        for owner in _owners(root):
+            vars(owner)[_ATTRIBUTE] = self
 
     @classmethod
-    def from_adapters(cls, model: nn.Module, paths: Iterable[Source], **kwargs: Any) -> Self:
+    def from_adapters(cls, model: Model, paths: Iterable[Source], **kwargs: Any) -> Self:
         """Build a manager that fits the given adapters; it loads none of them.
 
-        ``max_rank`` becomes their largest rank and ``target_modules`` the union of their modules,
-        where not given. Only headers are read.
+        ``max_rank`` becomes their largest rank, ``target_modules`` the union of their modules, and
+        ``dora``, ``bias``, ``full_modules`` and ``token_rows`` what they need, where not given. Of
+        low-rank tensors only the headers are read, so that the rank of projections that a file
+        fuses is an upper bound.
 
         Args:
             model: As for `SlotManager`.
@@ -127,38 +160,34 @@ class SlotManager:
         Raises:
             AdapterFileError: An adapter cannot be read.
             UnsupportedAdapterError: An adapter uses a feature that is not applied here.
-            TargetMismatchError: A module of an adapter is none of this model's.
+            TargetMismatchError: A module of an adapter is none of this model's, and
+                ``target_modules`` is not given.
         """
-        infos = [inspect_adapter(path) for path in paths]
-        if not infos:
+        sources = list(paths)
+        if not sources:
             raise ArgumentError("paths must name at least one adapter, got none")
-        if "target_modules" not in kwargs:
-            layout = survey(unwrap(model))
-            wanted: dict[str, None] = {}
-            for info in infos:
-                for module in info.modules:
-                    match = layout.find(module)
-                    if match is None:
-                        raise TargetMismatchError(
-                            f"{info.source} adapts {module}, which is no layer of this model that "
-                            "takes adapters"
-                        )
-                    wanted[layout.targets[match[0]].path] = None
-            kwargs["target_modules"] = list(wanted)
-        kwargs.setdefault("max_rank", max(info.max_rank for info in infos))
-        return cls(model, **kwargs)
+        found = fit(root_of(model), sources, strict="target_modules" not in kwargs)
+        return cls(model, **(found | kwargs))
 
     @classmethod
-    def of(cls, model: nn.Module) -> Self:
-        """The manager that ``model``, plain or compiled, already has.
+    def of(cls, model: Model) -> Self:
+        """The manager that ``model``, plain or compiled, already has; or its components, or one.
 
         Raises:
-            NotAttachedError: It has none.
+            NotAttachedError: It has none, or its components have several.
         """
-        manager = vars(unwrap(model)).get(_ATTRIBUTE)
-        if not isinstance(manager, cls):
+        parts = [unwrap(part) for part in components_of(model).values()]
+        managers = {manager for part in parts if (manager := vars(part).get(_ATTRIBUTE))}
+        if len(managers) > 1:
             raise NotAttachedError(
-                f"this {type(unwrap(model)).__name__} has no SlotManager; build one with "
+                f"the components of this {type(model).__name__} have {len(managers)} SlotManagers; "
+                "ask for that of one component, such as SlotManager.of(pipe.unet)"
+            )
+        manager = next(iter(managers), None)
+        if not isinstance(manager, cls):
+            what = parts[0] if isinstance(model, nn.Module) else model
+            raise NotAttachedError(
+                f"this {type(what).__name__} has no SlotManager; build one with "
                 "SlotManager(model, max_rank=...)"
             )
         return manager
@@ -171,6 +200,7 @@ class SlotManager:
         weight: float | None = None,
         activate: bool | None = None,
         strict: bool = True,
+        compress_to: int | Literal["max_rank"] | None = None,
     ) -> LoadReport:
         """Copy an adapter into a slot. Never recompiles; a failure changes nothing.
 
@@ -185,18 +215,21 @@ class SlotManager:
                 new name, unchanged for a loaded one.
             strict: Raise for modules that the model does not have and for tensors that slots cannot
                 hold; otherwise skip and report them.
+            compress_to: Truncate every module whose rank is above this one, from 1 to ``max_rank``,
+                to the nearest update of this rank, and report the error; ``"max_rank"`` for as
+                little as fits. None: exactly, or not at all.
 
         Raises:
             AdapterFileError: The file is missing, damaged, or has values that are not finite.
             UnsupportedAdapterError: It uses a feature that is not applied here.
             TargetMismatchError: Its modules or shapes do not fit the model.
-            RankTooLargeError: A rank is above ``max_rank``.
+            RankTooLargeError: A rank is above ``max_rank``, without ``compress_to``.
             NoFreeSlotError: The name is new and every slot is taken.
-            ArgumentError: The name or the weight has no meaning.
+            ArgumentError: The name, the weight or ``compress_to`` has no meaning.
             AttachError: The manager was detached, or the model is in a state that ignores slots.
         """
         started = time.perf_counter()
-        adapter = self._resolve(source, adapter_name, strict)
+        adapter = self._resolve(source, adapter_name, strict, compress_to)
         with self._lock:
             staged, slot = self._stage(adapter, adapter_name)
             roster = self._roster.with_loaded(adapter_name, weight=weight, activate=activate)
@@ -210,10 +243,11 @@ class SlotManager:
         adapter_name: str = "default",
         *,
         strict: bool = True,
+        compress_to: int | Literal["max_rank"] | None = None,
     ) -> LoadReport:
         """What `load` would report, or the error it would raise. Writes nothing."""
         started = time.perf_counter()
-        adapter = self._resolve(source, adapter_name, strict)
+        adapter = self._resolve(source, adapter_name, strict, compress_to)
         with self._lock:
             staged, slot = self._stage(adapter, adapter_name)
             return _report(adapter, staged, adapter_name, slot, started)
@@ -289,6 +323,8 @@ class SlotManager:
                 the first time without ``allow_first``, or if the storage of a buffer changed.
         """
         self._check_usable()
+        from lora_slots import guard  # Dynamo takes seconds to import.
+
         return guard.no_recompile(self._layout, allow_first=allow_first)
 
     def verify(self, fn: Callable[[], object]) -> None:
@@ -324,7 +360,12 @@ class SlotManager:
     def _status(self) -> ManagerStatus:
         names = {entry.slot: name for name, entry in self._roster.entries.items()}
         slots = [self._slot_status(slot, names.get(slot)) for slot in range(self._bank.num_slots)]
-        layers = [target.slots for target in self._layout]
+        parts = dict.fromkeys(target.component for target in self._layout)
+        components = {part: self._component_status(part) for part in parts}
+        return ManagerStatus(tuple(slots), self._roster.enabled, self._bank.max_rank, components)
+
+    def _component_status(self, component: str) -> ComponentStatus:
+        layers = [target.slots for target in self._layout if target.component == component]
         buffers = [b for layer in layers for b in layer.buffers(recurse=False)]
         large = [
             buffer
@@ -332,14 +373,11 @@ class SlotManager:
             for name, buffer in layer.named_buffers(recurse=False)
             if name not in layer.float32
         ]
-        component = ComponentStatus(
-            modules=len(self._layout),
+        return ComponentStatus(
+            modules=len(layers),
             nbytes=sum(b.numel() * b.element_size() for b in buffers),
             dtypes=tuple(dict.fromkeys(b.dtype for b in large)),
             devices=tuple(dict.fromkeys(b.device for b in large)),
-        )
-        return ManagerStatus(
-            tuple(slots), self._roster.enabled, self._bank.max_rank, {"": component}
         )
 
     def detach(self) -> None:
@@ -350,7 +388,8 @@ class SlotManager:
         with self._lock:
             self._check_usable()
             detach(self._layout)
-            del vars(self._model)[_ATTRIBUTE]
+            for owner in _owners(self._model):
+                del vars(owner)[_ATTRIBUTE]
             self._roster = Roster(self._bank.num_slots)
             # A manager that is kept around keeps no buffers and no host copies alive.
             del self._bank, self._layout, self._modules
@@ -369,20 +408,28 @@ class SlotManager:
         if "_bank" not in vars(self):
             return "SlotManager(detached)"
         return (
-            f"SlotManager({type(self._model).__name__}, max_rank={self._bank.max_rank}, "
+            f"SlotManager({_describe(self._model)}, max_rank={self._bank.max_rank}, "
             f"num_slots={self._bank.num_slots}, loaded={list(self.loaded_adapters)})"
         )
 
-    def _resolve(self, source: Source | RawAdapter, adapter_name: str, strict: bool) -> Adapter:
+    def _resolve(
+        self,
+        source: Source | RawAdapter,
+        adapter_name: str,
+        strict: bool,
+        compress_to: int | Literal["max_rank"] | None,
+    ) -> Adapter:
         """The part of a load that touches no state, and so needs no lock."""
         self._check_usable()
         refusals.refuse_freezing(self._modules)
         refusals.refuse_fast_path(self._layout)
+        refusals.refuse_fused_projections(self._modules, self._layout)
         self._roster.slot_for(adapter_name)  # an error here saves the reading
+        rank = rank_limit(compress_to, self._bank.max_rank)
         raw = source if isinstance(source, RawAdapter) else read_adapter(source)
         adapter = resolve(raw, self._layout, strict=strict)
         self._warn_of_other_base(adapter)
-        return adapter
+        return adapter if rank is None else compress(adapter, rank, self._layout)
 
     def _stage(self, adapter: Adapter, adapter_name: str) -> tuple[StagedAdapter, int]:
         """The rest of what can fail before the writing; the bank's spare memory is overwritten."""
@@ -423,6 +470,18 @@ class SlotManager:
             raise AttachError("this SlotManager was detached; build a new one")
 
 
+def _owners(root: nn.Module) -> Iterable[nn.Module]:
+    """The modules that know their manager: the root and all components."""
+    return dict.fromkeys((root, *parts_of(root).values()))
+
+
+def _describe(root: nn.Module) -> str:
+    return ", ".join(
+        f"{f'{name}=' if name else ''}{type(part).__name__}"
+        for name, part in parts_of(root).items()
+    )
+
+
 def _report(
     adapter: Adapter, staged: StagedAdapter, adapter_name: str, slot: int, started: float
 ) -> LoadReport:
@@ -433,9 +492,10 @@ def _report(
         rank=max(staged.ranks),
         modules=tuple(module.path for module in adapter.modules),
         skipped=adapter.skipped,
-        scaling={module.path: module.scaling for module in adapter.modules},
+        scaling={m.path: m.scaling for m in adapter.modules if m.lora_A is not None},
         nbytes=staged.nbytes,
         seconds=time.perf_counter() - started,
+        compressed=adapter.compressed,
     )
 
 

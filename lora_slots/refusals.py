@@ -8,13 +8,19 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._dynamo import OptimizedModule
 
+from lora_slots.components import is_wrapper
 from lora_slots.errors import AttachError
 from lora_slots.layers.swap import CHILD_NAME, has_foreign_forward, has_slots
 from lora_slots.layout import Layout, Target
 
 _FSDP_CLASSES = ("FullyShardedDataParallel", "FSDPModule")
+# The projections that diffusers' attention no longer calls once it has made the fused one.
+_FUSED = {
+    "to_qkv": ("to_q", "to_k", "to_v"),
+    "to_kv": ("to_k", "to_v"),
+    "to_added_qkv": ("add_q_proj", "add_k_proj", "add_v_proj"),
+}
 
 
 def refuse_model(model: nn.Module) -> None:
@@ -49,6 +55,28 @@ def refuse_fast_path(layout: Layout) -> None:
             "fast path reads its weight and never calls it, so that adapters would be ignored; "
             "call torch.backends.mha.set_fastpath_enabled(False) first"
         )
+
+
+def refuse_fused_projections(modules: Iterable[nn.Module], layout: Layout) -> None:
+    """Refuse targets whose weights diffusers' attention has copied into a fused projection.
+
+    Raises:
+        AttachError: ``fuse_qkv_projections()`` was called on the model.
+    """
+    fused = list(filter(_runs_fused, modules))
+    if not fused:
+        return
+    paths = {target.module: target.path for target in layout}
+    for attention in fused:
+        children = attention._modules
+        silent = [name for made, names in _FUSED.items() if made in children for name in names]
+        for name in silent:
+            if children.get(name) in paths:
+                raise AttachError(
+                    f"{paths[children[name]]} is not called while its attention runs a fused "
+                    "projection, so that adapters would be ignored; call "
+                    "unfuse_qkv_projections() on the pipeline or model first"
+                )
 
 
 def refuse_freezing(modules: Iterable[nn.Module]) -> None:
@@ -92,13 +120,24 @@ def refuse_unattachable(target: Target) -> None:
         raise AttachError(f"{target.path} has a DTensor weight, which is not supported yet")
 
 
+def _runs_fused(module: nn.Module) -> bool:
+    """Whether a module is an attention of diffusers that runs a fused projection."""
+    if vars(module).get("fused_projections") is not True:
+        return False
+    legacy: Any = sys.modules.get("diffusers.models.attention_processor")
+    if legacy is None or not isinstance(module, legacy.Attention):
+        return True
+    # That class keeps its flag when the processor that heeds it is gone.
+    return "Fused" in type(module.processor).__name__
+
+
 def is_compiled(module: nn.Module) -> bool:
     """Whether ``module`` is wrapped by `torch.compile` or was compiled in place."""
-    return isinstance(module, OptimizedModule) or module._compiled_call_impl is not None
+    return is_wrapper(module) or module._compiled_call_impl is not None
 
 
 def _freezes(module: nn.Module) -> bool:
-    compiled: Any = module if isinstance(module, OptimizedModule) else module._compiled_call_impl
+    compiled: Any = module if is_wrapper(module) else module._compiled_call_impl
     options = getattr(compiled, "get_compiler_config", lambda: None)()
     return bool((options or {}).get("freezing", False))
 

@@ -2,27 +2,26 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
 from lora_slots.errors import AdapterFileError, TargetMismatchError, UnsupportedAdapterError
-from lora_slots.layout import PEFT_PREFIX, Layout, Target, spellings, without_wrappers
-from lora_slots.pairing import Pair, pair_up, settle_scaling
+from lora_slots.extras import take_extras
+from lora_slots.finding import Match
+from lora_slots.fused import convert, convert_extras
+from lora_slots.layout import Layout, Target, spellings
+from lora_slots.lycoris import expand, unflatten
+from lora_slots.naming import Naming
+from lora_slots.nesting import unnest
+from lora_slots.pairing import Pair, pair_up, read_settings, settle_scaling
 from lora_slots.reading import RawAdapter
-from lora_slots.settings import LoraSettings, whole_tensor_features
+from lora_slots.renamed import with_fused_experts
+from lora_slots.tokens import take_tokens
 
 _SAMPLES = 3
-
-# Tensors of features that would change the maths, by a piece of their names.
-_VARIANTS = {
-    "lora_magnitude_vector": "DoRA",
-    "lora_diag": "KaSA",
-}
-_EMBEDDING_KEY = re.compile(r"(?P<module>.+)\.lora_embedding_[AB](?:\.[^.]+)?")
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,6 +37,8 @@ class ModuleUpdate:
         scaling: ``alpha / r`` or ``alpha / sqrt(r)``.
         magnitude: DoRA's magnitude, ``[out]``, if there is one.
         others: Rows for buffers other than ``lora_A`` and ``lora_B``, by the buffer's name.
+        outer: The left factor of a Kronecker product as ``[out, r]`` and ``[r, in]``, whose right
+            one is ``lora_B @ lora_A``, if the update is one that was not multiplied out.
     """
 
     target: int
@@ -47,11 +48,25 @@ class ModuleUpdate:
     scaling: float
     magnitude: Tensor | None = None
     others: Mapping[str, Tensor] = field(default_factory=dict)
+    outer: tuple[Tensor, Tensor] | None = None
 
     @property
     def rank(self) -> int:
-        """The number of rows of ``lora_A``; 0 without one."""
-        return 0 if self.lora_A is None else self.lora_A.shape[0]
+        """The number of rows of ``lora_A``, multiplied out; 0 without one."""
+        rank = 0 if self.lora_A is None else self.lora_A.shape[0]
+        return rank if self.outer is None else rank * self.outer[1].shape[0]
+
+    def with_others(self, others: Mapping[str, Tensor]) -> ModuleUpdate:
+        """The same update with more such rows; those of one buffer add up."""
+        sums = {n: self.others[n] + rows for n, rows in others.items() if n in self.others}
+        return replace(self, others={**self.others, **others, **sums})
+
+    def expanded(self) -> ModuleUpdate:
+        """The same update, multiplied out."""
+        if self.outer is None or self.lora_A is None or self.lora_B is None:
+            return self
+        A, B = expand(self.lora_A, self.lora_B, self.outer)
+        return replace(self, lora_A=A, lora_B=B, outer=None)
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,12 +78,14 @@ class Adapter:
         modules: One entry per target module, in the order of the model.
         skipped: Keys that are not applied, each with the reason.
         base_model: The base model that the adapter names, or empty.
+        compressed: The relative error of each module, by its path, that was truncated to fit.
     """
 
     source: str
     modules: tuple[ModuleUpdate, ...]
     skipped: tuple[tuple[str, str], ...] = field(default=())
     base_model: str = ""
+    compressed: Mapping[str, float] = field(default_factory=dict)
 
 
 def resolve(raw: RawAdapter, layout: Layout, *, strict: bool = True) -> Adapter:
@@ -85,37 +102,76 @@ def resolve(raw: RawAdapter, layout: Layout, *, strict: bool = True) -> Adapter:
         UnsupportedAdapterError: A feature or a kind of layer that is not applied here.
         TargetMismatchError: Modules that this model does not have among its targets.
     """
-    settings = None if raw.config is None else LoraSettings.of(raw.config, raw.source)
+    raw = with_fused_experts(raw, layout)
+    settings = read_settings(raw)
     pairs, extras = pair_up(raw)
-    skipped = _check_extras(raw, extras, layout, strict=strict)
+    naming = Naming([pair.module for pair in pairs], layout)
+    extras = convert_extras(extras, layout, naming)
+    pairs = unnest(pairs, layout, naming, raw)
     found: dict[int, tuple[Pair, float]] = {}
-    names: list[str] = []
+    matched: dict[str, str] = {}
     unmatched: list[str] = []
-    for pair, path in zip(pairs, _without_ddp([p.module for p in pairs], layout), strict=True):
-        match = layout.find(path)
-        if match is None:
-            unmatched.append(pair.module)
+    # The model's own names of modules that the file calls otherwise.
+    untargeted: list[str] = []
+    for module, pair, match in find_targets(pairs, naming, layout, raw):
+        if match is None or not layout.targets[match.target].low_rank:
+            (unmatched if pair.module == module else untargeted).append(pair.module)
             continue
-        index, name = match
-        names.append(name)
-        scaling = settle_scaling(pair, name, settings, raw)
-        if index in found:
-            _check_same(found[index], (pair, scaling), raw)
+        matched[module] = pair.configured_as or match.name
+        component = raw.component_of(module)
+        scaling = settle_scaling(pair, matched[module], settings.get(component), raw)
+        if match.target in found:
+            _check_same(found[match.target], (pair, scaling), raw)
         else:
-            found[index] = (pair, scaling)
+            found[match.target] = (pair, scaling)
+    skipped = _take_other_components(unmatched, extras, naming, matched)
+    unmatched += untargeted
+    tokens, left_out = take_tokens(raw, extras, layout, strict=strict)
+    known = [*matched, *(layout.targets[index].path for index in found)]
+    whole, more_left_out = take_extras(raw, extras, layout, naming, known, strict=strict)
+    skipped += left_out + more_left_out
+    if not found and pairs:
+        unmatched = [pair.module for pair in pairs]
     if unmatched and (strict or not found):
-        raise _unmatched_error(raw, layout, unmatched, len(pairs))
-    skipped += [(module, _why_unmatched(module, layout)) for module in unmatched]
-    if not found:
+        raise _unmatched_error(raw, layout, naming, unmatched, len(pairs))
+    skipped += [(module, _why_unmatched(module, layout, naming)) for module in unmatched]
+    if not (found or tokens or whole):
         raise AdapterFileError(f"{raw.source} has no complete pair of lora_A and lora_B")
-    if settings is not None:
-        settings.warn_of_unused_patterns(names)
-    modules = tuple(
-        _update(index, layout.targets[index], pair, scaling)
-        for index, (pair, scaling) in sorted(found.items())
-    )
-    base_model = (raw.config or {}).get("base_model_name_or_path") or ""
-    return Adapter(raw.source, modules, tuple(skipped), str(base_model))
+    for component, of_component in settings.items():
+        names = [name for module, name in matched.items() if raw.component_of(module) == component]
+        if names:
+            of_component.warn_of_unused_patterns(names)
+    updates = {
+        index: _update(index, layout.targets[index], pair, scaling)
+        for index, (pair, scaling) in found.items()
+    }
+    for index, rows in [*tokens.items(), *whole.items()]:
+        alone = ModuleUpdate(index, layout.targets[index].path, None, None, scaling=1.0)
+        updates[index] = updates.get(index, alone).with_others(rows)
+    modules = tuple(updates[index] for index in sorted(updates))
+    named = (config.get("base_model_name_or_path") for config in raw.all_configs)
+    base_model = str(next(filter(None, named), ""))
+    return Adapter(raw.source, modules, tuple(skipped), base_model)
+
+
+def find_targets(
+    pairs: Iterable[Pair], naming: Naming, layout: Layout, raw: RawAdapter
+) -> Iterator[tuple[str, Pair, Match | None]]:
+    """Each module of the file with its pair, or the parts of it, and the target of each."""
+    unknown = [
+        pair
+        for pair in pairs
+        if naming.find(pair.module) is None and naming.module(pair.module) is None
+    ]
+    foreign = convert(unknown, layout, raw)
+    for pair in pairs:
+        if pair.module not in foreign:
+            yield pair.module, pair, naming.find(pair.module)
+        for part in foreign.get(pair.module, ()):
+            found = layout.find(part.module)
+            # The patterns of a config speak of the file's own names.
+            match = None if found is None else Match(found[0], spellings(pair.module)[-1])
+            yield pair.module, part, match
 
 
 def _update(index: int, target: Target, pair: Pair, scaling: float) -> ModuleUpdate:
@@ -123,39 +179,41 @@ def _update(index: int, target: Target, pair: Pair, scaling: float) -> ModuleUpd
     if pair.lora_bias is not None:
         # In float64, so that the buffer's float32 is the only rounding.
         others["lora_bias"] = scaling * pair.lora_bias.detach().double().flatten()[None]
+    if getattr(target.module, "groups", 1) > 1:
+        pair = pair.expanded()
+    A, B = unflatten(pair.lora_A, pair.outer, target.in_shape), pair.lora_B
+    if pair.outer is None:
+        A, B = target.kind.whole(target.module, A, B)
     return ModuleUpdate(
         target=index,
         path=target.path,
-        lora_A=pair.lora_A,
-        lora_B=pair.lora_B,
+        lora_A=A,
+        lora_B=B,
         scaling=scaling,
         magnitude=pair.magnitude,
         others=others,
+        outer=pair.outer,
     )
 
 
-def _without_ddp(names: list[str], layout: Layout) -> list[str]:
-    """The names less the ``module.`` that DDP put before all, where all then are the model's own.
-
-    One name alone cannot tell it from a real submodule called ``module``.
-    """
-    if not all(_plain(name).startswith("module.") for name in names):
-        return names
-    plain = [_plain(name) for name in names]
-    own = {without_wrappers(alias) for target in layout for alias in target.aliases}
-    if own.issuperset(plain):
-        return names
-    bare = [name.removeprefix("module.").removeprefix(PEFT_PREFIX) for name in plain]
-    return bare if own.issuperset(bare) else names
-
-
-def _plain(name: str) -> str:
-    return without_wrappers(name).removeprefix(PEFT_PREFIX)
+def _take_other_components(
+    unmatched: list[str], extras: dict[str, Tensor], naming: Naming, matched: Iterable[str]
+) -> list[tuple[str, str]]:
+    """Take what is for components that are not this model's out of ``unmatched`` and ``extras``."""
+    skipped = []
+    for name in [*unmatched, *extras]:
+        component = naming.other_component(name, matched)
+        if component:
+            skipped.append((name, f"other_component: {component}"))
+            extras.pop(name, None)
+    unmatched[:] = [name for name in unmatched if not naming.other_component(name, matched)]
+    return skipped
 
 
 def _check_same(one: tuple[Pair, float], other: tuple[Pair, float], raw: RawAdapter) -> None:
     (first, scaling), (second, other_scaling) = one, other
-    same = torch.equal(first.lora_A, second.lora_A) and torch.equal(first.lora_B, second.lora_B)
+    ours, theirs = ((p.lora_A, p.lora_B, *(p.outer or ())) for p in (first, second))
+    same = len(ours) == len(theirs) and all(map(torch.equal, ours, theirs))
     if scaling != other_scaling or not same:
         raise TargetMismatchError(
             f"{first.module} and {second.module} are one shared module in this model, but "
@@ -163,84 +221,31 @@ def _check_same(one: tuple[Pair, float], other: tuple[Pair, float], raw: RawAdap
         )
 
 
-def _check_extras(
-    raw: RawAdapter, extras: Mapping[str, Tensor], layout: Layout, *, strict: bool
-) -> list[tuple[str, str]]:
-    """Return the extras that may be skipped, or raise."""
-    skipped: list[tuple[str, str]] = []
-    unwanted: dict[str, list[str]] = {}
-    for key, tensor in extras.items():
-        for piece, feature in _VARIANTS.items():
-            if piece in key:
-                raise UnsupportedAdapterError(
-                    f"{raw.source} uses {feature}, as its key {key!r} shows, which is not applied "
-                    "here"
-                )
-        if _is_live_tensor(key, tensor, layout):
-            skipped.append((key, "equal to the model's own"))
-        else:
-            unwanted.setdefault(_kind_of_extra(key, layout), []).append(key)
-    features = whole_tensor_features(raw.config or {})
-    if strict and (unwanted or features):
-        kinds = [f"{len(keys)} {kind} ({_some(keys)})" for kind, keys in unwanted.items()]
-        raise UnsupportedAdapterError(
-            f"{raw.source} asks for more than slots can hold: {'; '.join(features + kinds)}; pass "
-            "strict=False to load its low-rank part without them"
-        )
-    return skipped + [(key, kind) for kind, keys in unwanted.items() for key in keys]
+def _class_name(module: str, layout: Layout, naming: Naming) -> str | None:
+    return next((layout.others[n] for n in naming.paths(module) if n in layout.others), None)
 
 
-def _is_live_tensor(key: str, tensor: Tensor, layout: Layout) -> bool:
-    """Whether an extra is a copy of what the model has already, as PEFT saves embeddings."""
-    live = layout.parameter(key.replace(".base_layer.", "."))
-    if live is None or live.is_meta or tensor.is_meta or live.shape != tensor.shape:
-        return False
-    return torch.equal(tensor.to(live.device, live.dtype), live)
-
-
-def _kind_of_extra(key: str, layout: Layout) -> str:
-    embedding = _EMBEDDING_KEY.fullmatch(key)
-    if embedding is not None:
-        return f"LoRA on {_class_name(embedding['module'], layout) or 'Embedding'}"
-    if "lora_" in key:
-        return "LoRA tensor of unknown meaning"
-    if key.endswith(".bias"):
-        return "bias"
-    if key.endswith(".alpha"):
-        return "alpha without LoRA tensors"
-    if ".base_layer." in key:
-        return "copy of a base weight"
-    return "full weight"
-
-
-def _class_name(module: str, layout: Layout) -> str | None:
-    return next((layout.others[n] for n in spellings(module) if n in layout.others), None)
-
-
-def _why_unmatched(module: str, layout: Layout) -> str:
-    names = spellings(module)
-    for name in names:
-        if name in layout.bypassed:
-            return layout.bypassed[name]
-        if name in layout.others:
-            return f"is {layout.others[name]}, not one of the target modules"
-    return "no such module in the model"
+def _why_unmatched(module: str, layout: Layout, naming: Naming) -> str:
+    kind = _class_name(module, layout, naming)
+    if layout.tensor(module) is not None:
+        return "is a parameter that is not among the target modules"
+    return f"is {kind}, not one of the target modules" if kind else "no such module in the model"
 
 
 def _unmatched_error(
-    raw: RawAdapter, layout: Layout, unmatched: list[str], total: int
+    raw: RawAdapter, layout: Layout, naming: Naming, unmatched: list[str], total: int
 ) -> TargetMismatchError | UnsupportedAdapterError:
     from lora_slots.layers import KINDS
 
     slotted = {kind.name for kind in KINDS}
-    listed = _some([f"{name}: {_why_unmatched(name, layout)}" for name in unmatched], "; ")
-    ours = _some([target.path for target in layout])
+    listed = _some([f"{name}: {_why_unmatched(name, layout, naming)}" for name in unmatched], "; ")
+    ours = _some([target.path for target in layout if target.low_rank])
     message = (
         f"{len(unmatched)} of the {total} modules of {raw.source} match no target module of this "
         f"model ({listed}); the model's target modules are {ours}"
     )
     for module in unmatched:
-        kind = _class_name(module, layout)
+        kind = _class_name(module, layout, naming)
         if kind is not None and not any(name in kind for name in slotted):
             return UnsupportedAdapterError(
                 f"{message}; {kind} layers such as {module} have no slots yet"

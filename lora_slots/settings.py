@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import re
 import warnings
@@ -15,6 +16,10 @@ from lora_slots.errors import AdapterFileError, UnsupportedAdapterError
 
 # Keys of PEFT's LoraConfig that settle ranks and scalings.
 _APPLIED = ("r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora")
+# The types of adapters that are low-rank updates, each with PEFT's class for its config and with
+# the keys that it calls otherwise; only LORA has use_rslora.
+_CLASSES = {"LORA": "LoraConfig", "LOHA": "LoHaConfig", "LOKR": "LoKrConfig"}
+_RENAMED = {"lora_alpha": "alpha"}
 
 # Keys that speak of training, of coverage (the tensors settle that) or of how a weight is stored.
 _IRRELEVANT = frozenset(
@@ -27,6 +32,7 @@ _IRRELEVANT = frozenset(
         "revision",
         "inference_mode",
         "target_modules",
+        "target_parameters",
         "exclude_modules",
         "lora_dropout",
         "fan_in_fan_out",
@@ -45,6 +51,15 @@ _IRRELEVANT = frozenset(
         # Their tensors say so, too.
         "use_dora",
         "lora_bias",
+        "trainable_token_indices",
+        # Of LoHa and LoKr; their tensors say the rest.
+        "rank_dropout",
+        "rank_dropout_scale",
+        "module_dropout",
+        "use_effective_conv2d",
+        "decompose_both",
+        "decompose_factor",
+        "init_weights",
     }
 )
 
@@ -55,7 +70,6 @@ _PLAIN_INITS = (True, False, None, "gaussian", "eva", "orthogonal", "mica")
 # Keys that ask for whole tensors beside the low-rank ones; the tensors themselves are reported.
 WHOLE_TENSOR_KEYS = {
     "modules_to_save": "modules_to_save",
-    "trainable_token_indices": "trainable_token_indices",
     "bias": "bias",
 }
 
@@ -64,7 +78,6 @@ _LARGEST = float(np.finfo(np.float32).max)
 _FEATURES = {
     "alora_invocation_tokens": "aLoRA",
     "layer_replication": "layer_replication",
-    "target_parameters": "target_parameters",
     "use_qalora": "QALoRA",
     "use_bdlora": "BD-LoRA",
     "arrow_config": "Arrow routing",
@@ -78,7 +91,7 @@ class LoraSettings:
     """Rank and scaling of every module of one adapter, by PEFT's rules.
 
     Source: ``peft.tuners.lora``: ``LoraConfig``, ``LoraModel._create_and_replace`` and
-    ``LoraLayer.update_layer``; rsLoRA, arXiv:2312.03732.
+    ``LoraLayer.update_layer``, and the same of ``loha`` and ``lokr``; rsLoRA, arXiv:2312.03732.
     """
 
     r: int
@@ -97,16 +110,15 @@ class LoraSettings:
             AdapterFileError: A value has no meaning.
         """
         refuse_features(config, source)
-        from peft import LoraConfig
-
-        given = {key: config[key] for key in _APPLIED if key in config}
+        names = _names(config_type(config))
+        given = {key: config[name] for key, name in names.items() if name in config}
+        if "use_rslora" not in names:
+            given["use_rslora"] = False
         for key in ("rank_pattern", "alpha_pattern"):
             given[key] = given.get(key) or {}
-        try:
-            peft_config = LoraConfig(**given)
-        except (TypeError, ValueError) as error:
-            raise AdapterFileError(f"the config of {source} is not valid: {error}") from error
-        settings = cls(**{key: getattr(peft_config, key) for key in _APPLIED}, source=source)
+        if len(given) < len(_APPLIED):
+            given = _defaults(config_type(config)) | given
+        settings = cls(**given, source=source)
         settings._check_values()
         return settings
 
@@ -177,17 +189,39 @@ class LoraSettings:
                 )
 
 
+@functools.cache
+def _defaults(kind: str) -> dict[str, Any]:
+    """What PEFT takes for missing keys; importing it takes seconds, so only where it must be."""
+    import peft
+
+    config = getattr(peft, _CLASSES[kind])()
+    return {key: getattr(config, name) for key, name in _names(kind).items()}
+
+
+def config_type(config: Mapping[str, Any]) -> str:
+    """The ``peft_type`` of a config, in capitals; ``LORA`` where it names none."""
+    kind = config.get("peft_type")
+    return str(getattr(kind, "value", kind) or "LORA").upper()
+
+
+def _names(kind: str) -> dict[str, str]:
+    """What the config of an adapter of this type calls each of the keys that are applied."""
+    if kind == "LORA":
+        return {key: key for key in _APPLIED}
+    return {key: _RENAMED.get(key, key) for key in _APPLIED if key != "use_rslora"}
+
+
 def refuse_features(config: Mapping[str, Any], source: str) -> None:
     """Raise for everything that a config means and that is not applied here; warn of the unknown.
 
     Raises:
         UnsupportedAdapterError: Names the feature.
     """
-    peft_type = getattr(config.get("peft_type"), "value", config.get("peft_type")) or "LORA"
-    if str(peft_type).upper() != "LORA":
+    kind = config_type(config)
+    if kind not in _CLASSES:
         raise UnsupportedAdapterError(
-            f"{source} has the peft_type {peft_type}; only LORA adapters are low-rank updates that "
-            "slots can hold"
+            f"{source} has the peft_type {kind}; only {', '.join(_CLASSES)} adapters are low-rank "
+            "updates that slots can hold"
         )
     for key, feature in _FEATURES.items():
         if config.get(key) not in (None, False, [], {}):
@@ -201,7 +235,8 @@ def refuse_features(config: Mapping[str, Any], source: str) -> None:
             "converted; save it with PEFT's "
             "save_pretrained(path_initial_model_for_weight_conversion=)"
         )
-    known = {*_APPLIED, *_IRRELEVANT, *WHOLE_TENSOR_KEYS, *_FEATURES, "init_lora_weights"}
+    applied = _names(kind).values()
+    known = {*applied, *_IRRELEVANT, *WHOLE_TENSOR_KEYS, *_FEATURES, "init_lora_weights"}
     unknown = sorted(key for key, value in config.items() if key not in known and value)
     if unknown:
         warnings.warn(

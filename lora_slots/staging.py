@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import NoReturn
 
 import torch
@@ -28,6 +29,8 @@ _OPTIONS = {
     "lora_bias": ("a bias", "bias=True"),
     "dora": ("DoRA", "dora=True"),
 }
+# What messages call a buffer whose rows are not the file's own tensor.
+_SHOWN = {"dora": "the DoRA magnitude, or a norm for it,"}
 
 
 def stage(
@@ -51,6 +54,7 @@ def stage(
             dtype.
     """
     _check_ranks(adapter, max_rank)
+    adapter = replace(adapter, modules=tuple(module.expanded() for module in adapter.modules))
     for module in adapter.modules:
         _check_target(module, layout.targets[module.target], adapter)
     # What inference_mode makes could not be overwritten outside of it.
@@ -98,8 +102,15 @@ def _dora_parts(
     for index, module in wanted.items():
         target = layout.targets[index]
         assert module.magnitude is not None
+        try:
+            weight = target.kind.weight(target.module)
+        except UnsupportedAdapterError as error:
+            raise UnsupportedAdapterError(
+                f"adapter {adapter.source} has DoRA at {target.path}, which needs the norms of its "
+                f"weight, but {error}"
+            ) from error
         rows = dora_rows(
-            target.kind.weight(target.module), staged[index, "lora_A"], staged[index, "lora_B"],
+            weight, staged[index, "lora_A"], staged[index, "lora_B"],
             module.scaling, module.magnitude,
         )  # fmt: skip
         made.append(Part(index, "dora", torch.float32, rows))
@@ -121,7 +132,8 @@ def _check_ranks(adapter: Adapter, max_rank: int) -> None:
     if largest.rank > max_rank:
         raise RankTooLargeError(
             f"adapter {adapter.source} has rank {largest.rank} at {largest.path}, but max_rank is "
-            f"{max_rank}; build the SlotManager with max_rank={largest.rank}"
+            f"{max_rank}; build the SlotManager with max_rank={largest.rank}, or load it with "
+            'compress_to="max_rank", which truncates it and reports the error'
         )
 
 
@@ -142,6 +154,13 @@ def _check_target(module: ModuleUpdate, target: Target, adapter: Adapter) -> Non
             f"{target.path} has {target.out_features} outputs, but the DoRA magnitude of adapter "
             f"{adapter.source} has shape {tuple(module.magnitude.shape)}"
         )
+    for name, rows in module.others.items():
+        width = _buffer(slots, name).shape[1]
+        if rows.shape[1] != width:
+            raise TargetMismatchError(
+                f"{name} of {target.path} must have {width} values, but that of adapter "
+                f"{adapter.source} has {rows.shape[1]}"
+            )
     if any(buffer.is_meta for buffer in slots.buffers(recurse=False)):
         raise AttachError(
             f"the slot of {target.path} is on the meta device and can hold no adapter; give the "
@@ -186,7 +205,8 @@ def _buffer(slots: SlotLayer, name: str) -> Tensor:
 
 
 def _raise_not_finite(part: Part, rows: Tensor, adapter: Adapter, layout: Layout) -> NoReturn:
-    where = f"{part.buffer} of {layout.targets[part.target].path} in adapter {adapter.source}"
+    what = _SHOWN.get(part.buffer, part.buffer)
+    where = f"{what} of {layout.targets[part.target].path} in adapter {adapter.source}"
     # isfinite knows no 8-bit floats
     tensor = part.rows.float() if part.rows.itemsize == 1 else part.rows
     bad_in_file = int((~torch.isfinite(tensor)).sum())

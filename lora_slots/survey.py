@@ -2,25 +2,46 @@
 
 from __future__ import annotations
 
-import re
-import sys
-from collections.abc import Callable, Collection
-from typing import Any
+from collections.abc import Collection, Mapping
 
 from torch import nn
 
-from lora_slots.errors import ArgumentError, TargetMismatchError
+from lora_slots.choices import Search, TargetModules, choices_of
+from lora_slots.components import parts_of, split_component
+from lora_slots.errors import TargetMismatchError
 from lora_slots.layers import KINDS, kind_of
-from lora_slots.layout import Layout, Target, named_modules, spellings, without_wrappers
+from lora_slots.layout import Layout, Target, named_modules, without_wrappers
+from lora_slots.parameters import (
+    attention_outputs,
+    bias_target,
+    full_targets,
+    low_rank_target,
+    matrices,
+)
+from lora_slots.tokens import token_layers
 
-TargetModules = str | Collection[str]
-ALL_LINEAR = "all-linear"
+_NAMES = [kind.name for kind in KINDS]
+_LISTED = f"{', '.join(_NAMES[:-1])} and {_NAMES[-1]}"
 
 
-def survey(model: nn.Module, target_modules: TargetModules | None = None) -> Layout:
+def survey(
+    model: nn.Module,
+    target_modules: TargetModules | None = None,
+    *,
+    token_rows: int = 0,
+    full_modules: Collection[str] = (),
+    bias: bool = False,
+) -> Layout:
     """The layout of the layers that ``target_modules`` names; None: of all that take adapters.
 
     Changes nothing.
+
+    Args:
+        model: A single model or the `Components` of a pipeline.
+        target_modules: As for `SlotManager`.
+        token_rows: How many trained rows the slots of embeddings shall hold.
+        full_modules: As for `SlotManager`.
+        bias: Whether the biases beside parameters that take low-rank updates can be replaced.
 
     Raises:
         TargetMismatchError: Nothing matches, or a match cannot take adapters.
@@ -28,104 +49,79 @@ def survey(model: nn.Module, target_modules: TargetModules | None = None) -> Lay
     names: dict[nn.Module, list[str]] = {}
     for path, module in named_modules(model):
         names.setdefault(module, []).append(path)
-    bypassed = _bypassed(model)
-    wanted = _selector(model, target_modules)
-    keyword = _is_keyword(target_modules)
+    choices = choices_of(model, target_modules)
+    search = Search(model, names, choices, attention_outputs(model))
+    matched: set[str] = set()
     targets: list[Target] = []
     in_encoder_layers = _in_encoder_layers(model)
+    with_tokens = token_layers(model) if token_rows else {}
+    full = full_targets(model, names, full_modules)
     for module, aliases in names.items():
         kind = kind_of(module)
-        if not any(wanted(name) for alias in aliases for name in spellings(alias)):
-            continue
-        skip = bypassed.get(aliases[0])
-        if keyword and (kind is None or skip is not None):
-            continue
+        choice, parameters = search.layer(module), search.parameters(module)
         path = without_wrappers(aliases[0])
-        if skip is not None:
-            raise TargetMismatchError(
-                f"target module {path} {skip}; leave it out of target_modules"
-            )
+        if module in full:
+            wanted = [*([choice] if choice else []), *parameters.values()]
+            if module in with_tokens or any(each.kinds is None for each in wanted):
+                raise TargetMismatchError(
+                    f"{path} is in full_modules, so that it takes whole tensors and nothing else; "
+                    "leave it out of full_modules, or out of target_modules and token_rows"
+                )
+            targets += full[module]
+            continue
+        for parameter, by in parameters.items():
+            matched.add(by.component)
+            target = low_rank_target(model, module, aliases, parameter)
+            beside = bias_target(model, target) if bias else None
+            targets += [target, *([beside] if beside else [])]
+        if choice is None and module not in with_tokens:
+            continue
         if kind is None:
+            listed = ", ".join(f"{path}.{name}" for name in matrices(module))
             raise TargetMismatchError(
-                f"target module {path} is {type(module).__name__}; only "
-                f"{' and '.join(kind.name for kind in KINDS)} layers take adapters"
+                f"target module {path} is {type(module).__name__}; only {_LISTED} layers take "
+                "adapters, and subclasses that run as they do"
+                f"{f'; its parameters do if they are named: {listed}' if listed else ''}"
             )
+        if choice is not None:
+            matched.add(choice.component)
         targets.append(
             Target(
                 path, tuple(aliases), kind, module, *kind.shape(module),
+                component=split_component(path, model)[0],
                 in_encoder_layer=module in in_encoder_layers,
+                low_rank=choice is not None,
+                token_rows=token_rows if module in with_tokens else 0,
+                tied_to=with_tokens.get(module),
             )
         )  # fmt: skip
-    if not targets:
-        samples = [path for path, module in named_modules(model) if kind_of(module)][:3]
+    silent = [name for name in choices if name not in matched]
+    if (not matched and not full) or (silent and isinstance(target_modules, Mapping)):
+        raise _no_match(model, target_modules, silent)
+    if token_rows and not with_tokens:
         raise TargetMismatchError(
-            f"target_modules={target_modules!r} matches no module of this {type(model).__name__}; "
-            f"its layers that take adapters are {', '.join(samples) or 'none'}"
+            f"token_rows={token_rows} gives room to embeddings, but this {type(model).__name__} "
+            "has none that take it"
         )
-    return Layout.of(model, tuple(targets), bypassed)
+    return Layout.of(model, tuple(targets))
 
 
-def _is_keyword(target_modules: TargetModules | None) -> bool:
-    return target_modules is None or (
-        isinstance(target_modules, str) and target_modules.lower() == ALL_LINEAR
-    )
-
-
-def _selector(model: nn.Module, target_modules: TargetModules | None) -> Callable[[str], bool]:
-    """Whether a module name is wanted, by PEFT's own rule."""
-    if target_modules is None:
-        return lambda name: True
-    if _is_keyword(target_modules):
-        output = _output_embeddings(model)
-        heads = {
-            name
-            for path, module in named_modules(model)
-            if module is output
-            for name in spellings(path)
-        }
-        return lambda name: name not in heads
-    from peft import LoraConfig
-    from peft.tuners.tuners_utils import check_target_module_exists
-
-    if not isinstance(target_modules, str):
-        if not isinstance(target_modules, Collection) or not all(
-            isinstance(name, str) for name in target_modules
-        ):
-            raise ArgumentError(
-                "target_modules must be a string or a collection of strings, got "
-                f"{target_modules!r}"
-            )
-        target_modules = list(target_modules)
-    else:
-        try:
-            re.compile(target_modules)
-        except re.error as error:
-            raise ArgumentError(
-                f"target_modules={target_modules!r} is no valid regular expression: {error}"
-            ) from error
-    config = LoraConfig(target_modules=target_modules)
-    return lambda name: bool(check_target_module_exists(config, name))
-
-
-def _output_embeddings(model: nn.Module) -> nn.Module | None:
-    """The language-model head, which PEFT's "all-linear" leaves out."""
-    transformers: Any = sys.modules.get("transformers")
-    if transformers is None or not isinstance(model, transformers.PreTrainedModel):
-        return None
-    head: nn.Module | None = model.get_output_embeddings()
-    return head
-
-
-def _bypassed(model: nn.Module) -> dict[str, str]:
-    """Layers that are never called, whatever the settings, by every name."""
-    reason = (
-        "is read by nn.MultiheadAttention and never called, so that an adapter would be ignored"
-    )
-    return {
-        f"{path}.out_proj": reason
+def _no_match(
+    model: nn.Module, target_modules: TargetModules | None, silent: list[str]
+) -> TargetMismatchError:
+    parts = parts_of(model)
+    own = [
+        path
         for path, module in named_modules(model)
-        if isinstance(module, nn.MultiheadAttention)
-    } | ({"out_proj": reason} if isinstance(model, nn.MultiheadAttention) else {})
+        if kind_of(module) and split_component(path, model)[0] in silent
+    ]
+    where = " and of ".join(
+        f"{f'{name}, ' if name else ''}this {type(parts[name]).__name__}" for name in silent
+    )
+    return TargetMismatchError(
+        f"target_modules={target_modules!r} matches no module of {where}; "
+        f"its layers that take adapters are {', '.join(own[:3]) or 'none'}"
+    )
 
 
 def _in_encoder_layers(model: nn.Module) -> set[nn.Module]:

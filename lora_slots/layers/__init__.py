@@ -5,10 +5,12 @@ from __future__ import annotations
 from torch import nn
 
 from lora_slots.layers.base import LayerKind, LoraSlots, SlotLayer, SlotSizes
+from lora_slots.layers.conv import CONVOLUTIONS
 from lora_slots.layers.conv1d import CONV1D
+from lora_slots.layers.embedding import EMBEDDING
 from lora_slots.layers.linear import LINEAR
 
-KINDS: tuple[LayerKind, ...] = (LINEAR, CONV1D)
+KINDS: tuple[LayerKind, ...] = (LINEAR, CONV1D, *CONVOLUTIONS, EMBEDDING)
 
 
 def kind_of(module: nn.Module) -> LayerKind | None:

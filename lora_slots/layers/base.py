@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
@@ -16,11 +17,12 @@ class SlotSizes:
 
     Attributes:
         num_slots: How many adapters can be loaded at a time.
-        max_rank: The largest rank of each.
+        max_rank: The largest rank of each; 0 where a layer takes no low-rank updates.
         dtype: The dtype of what is as large as the base layer: ``lora_A``, ``lora_B`` and the like.
         device: Where the buffers are made.
         dora: Whether slots hold DoRA magnitudes.
         bias: Whether slots hold a bias.
+        token_rows: How many trained rows of an embedding each slot holds.
     """
 
     num_slots: int
@@ -29,6 +31,7 @@ class SlotSizes:
     device: torch.device
     dora: bool = False
     bias: bool = False
+    token_rows: int = 0
 
 
 class SlotLayer(nn.Module):
@@ -48,9 +51,16 @@ class SlotLayer(nn.Module):
     # Buffers that steer, and small ones: float32 whatever the model is cast to.
     float32: ClassVar[frozenset[str]] = frozenset({"scaling", "weights", "lora_bias", "dora"})
 
-    def add_buffer(self, name: str, rows: int, width: int, sizes: SlotSizes) -> None:
-        """Register a buffer of zeros, ``[rows, width]``."""
-        dtype = torch.float32 if name in self.float32 else sizes.dtype
+    def add_buffer(
+        self,
+        name: str,
+        rows: int,
+        width: int,
+        sizes: SlotSizes,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        """Register a buffer of zeros, ``[rows, width]``; ``dtype`` is for what are no floats."""
+        dtype = dtype or (torch.float32 if name in self.float32 else sizes.dtype)
         # A buffer made under inference_mode could not be written to outside of it.
         with torch.inference_mode(False):
             buffer = torch.zeros(rows, width, dtype=dtype, device=sizes.device)
@@ -91,11 +101,17 @@ class LoraSlots(SlotLayer):
         scaling: ``[1, R]`` float32; 0 for rows that contribute nothing. (Two dimensions, since
             ahead-of-time compilation inlines small vectors as constants.)
         weights: ``[1, num_slots]`` float32, the weight of each slot that contributes, else 0; None
-            without ``dora`` and ``bias``.
+            without ``dora``, ``bias`` and ``token_rows``.
         lora_bias: ``[num_slots, out]`` float32; None without ``bias``.
         dora: ``[num_slots * 4, out]`` float32, for each slot the magnitude and three sums over the
             input axis: |W|^2, <W, sBA> and |sBA|^2; None without ``dora``. Zero where the adapter
             is no DoRA.
+        token_ids: ``[num_slots * N, 1]`` int64, one more than the id of each token whose row is
+            trained, or 0; None without ``token_rows``.
+        token_rows: ``[num_slots * N, width]``, what stands in the place of those rows of the
+            embedding; None without ``token_rows``.
+        num_slots: How many slots there are.
+        low_rank: Whether there are rows at all: ``lora_A``, ``lora_B`` and ``scaling``.
     """
 
     lora_A: Tensor
@@ -104,22 +120,36 @@ class LoraSlots(SlotLayer):
     weights: Tensor | None
     lora_bias: Tensor | None
     dora: Tensor | None
+    token_ids: Tensor | None
+    token_rows: Tensor | None
+    num_slots: int
+    low_rank: bool
 
-    def __init__(self, in_features: int, out_features: int, sizes: SlotSizes) -> None:
+    def __init__(
+        self, in_features: int, out_features: int, sizes: SlotSizes, *, token_width: int = 0
+    ) -> None:
         """Allocate zeros: nothing loaded means the output is the base layer's."""
         super().__init__()
         slots = sizes.num_slots
         rows = slots * sizes.max_rank
-        self.add_buffer("lora_A", rows, in_features, sizes)
-        self.add_buffer("lora_B", rows, out_features, sizes)
-        self.add_buffer("scaling", 1, rows, sizes)
-        self.weights = self.lora_bias = self.dora = None
-        if sizes.dora or sizes.bias:
+        self.num_slots = slots
+        self.low_rank = rows > 0
+        if self.low_rank:
+            self.add_buffer("lora_A", rows, in_features, sizes)
+            self.add_buffer("lora_B", rows, out_features, sizes)
+            self.add_buffer("scaling", 1, rows, sizes)
+        for name in ("weights", "lora_bias", "dora", "token_ids", "token_rows"):
+            self.register_buffer(name, None, persistent=False)
+        if sizes.dora or sizes.bias or sizes.token_rows:
             self.add_buffer("weights", 1, slots, sizes)
         if sizes.bias:
             self.add_buffer("lora_bias", slots, out_features, sizes)
         if sizes.dora:
             self.add_buffer("dora", 4 * slots, out_features, sizes)
+        if sizes.token_rows:
+            tokens = slots * sizes.token_rows
+            self.add_buffer("token_ids", tokens, 1, sizes, torch.int64)
+            self.add_buffer("token_rows", tokens, token_width, sizes)
 
     def gain(self) -> Tensor:
         """By what DoRA multiplies each output: ``[num_slots, out]`` float32, 1 where it does not.
@@ -145,6 +175,10 @@ class LoraSlots(SlotLayer):
 _TINY = torch.finfo(torch.float32).tiny
 
 
+def _as_in_the_file(module: Any, A: Tensor, B: Tensor) -> tuple[Tensor, Tensor]:
+    return A, B
+
+
 @dataclass(frozen=True)
 class LayerKind:
     """How one kind of base layer takes slots.
@@ -156,8 +190,11 @@ class LayerKind:
             ``(in,)``, and the size of its output.
         make: Makes the slot layer of a module. Its ``forward(x, y, module)`` returns ``y``, what
             the module made of ``x``, plus the adapters' share.
-        weight: The weight of a module as ``[out, in]`` floats, dequantised; DoRA needs it.
+        weight: The weight of a module as ``[out, in]`` floats, dequantised; DoRA needs it. It
+            raises `UnsupportedAdapterError` where a module can take no DoRA.
         is_linear: Whether PEFT's ``"all-linear"`` means it.
+        whole: The ``lora_A [r, *in_shape]`` and ``lora_B [out, r]`` of a module for what a file
+            has for it, where files may hold less: the shares of groups.
     """
 
     name: str
@@ -166,14 +203,12 @@ class LayerKind:
     make: Callable[[Any, SlotSizes], SlotLayer]
     weight: Callable[[Any], Tensor]
     is_linear: bool = False
+    whole: Callable[[Any, Tensor, Tensor], tuple[Tensor, Tensor]] = _as_in_the_file
 
 
-def dequantized(module: nn.Module) -> Tensor:
-    """The weight of a base layer as floats, by PEFT's own function where it is quantised."""
-    weight = module.weight
-    if isinstance(weight, Tensor) and weight.is_floating_point() and weight.itemsize > 1:
-        return weight
-    from peft.utils.integrations import dequantize_module_weight
+def runs_as(module: nn.Module, cls: type[nn.Module]) -> bool:
+    """Whether ``module`` is a ``cls`` that runs by its forward, and not by one of its own.
 
-    full: Tensor = dequantize_module_weight(module)
-    return full
+    A subclass's own may change the input or the weight before it calls ``cls``.
+    """
+    return isinstance(module, cls) and inspect.unwrap(type(module).forward) is cls.forward

@@ -11,8 +11,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from lora_slots.layers.base import LayerKind, SlotSizes, dequantized
+from lora_slots.layers.base import LayerKind, SlotSizes
 from lora_slots.layers.linear import LinearSlots
+from lora_slots.layers.quantized import dequantized
 
 
 def _is_conv1d(module: nn.Module) -> bool:

@@ -1,13 +1,17 @@
-"""Slots for `nn.Linear` and every subclass that keeps ``in_features`` and ``out_features``."""
+"""Slots for `nn.Linear`, its subclasses, and what else has its ``in_features``: HQQ's layer."""
 
 from __future__ import annotations
+
+from typing import cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lora_slots.layers import watch
-from lora_slots.layers.base import LayerKind, LoraSlots, SlotSizes, dequantized
+from lora_slots.layers.base import LayerKind, LoraSlots, SlotSizes
+from lora_slots.layers.quantized import dequantized, is_hqq
+from lora_slots.layers.tokens import replace_outputs
 
 # Where the processor has no instructions for a dtype, torch multiplies in it many times slower than
 # it casts to float32 and multiplies there.
@@ -22,7 +26,10 @@ _SLOW_ON_CPU = tuple(
 
 
 class LinearSlots(LoraSlots):
-    """Adds ``sum over rows of scaling * (x A^T) B`` to the output of a linear layer."""
+    """Adds ``sum over rows of scaling * (x A^T) B`` to the output of a linear layer.
+
+    Where its weight is also an embedding's, slots may hold trained rows of that, too.
+    """
 
     def forward(self, x: Tensor, y: Tensor, base: nn.Module) -> Tensor:
         """Return ``y`` plus the share of every row whose scaling is not 0.
@@ -43,6 +50,13 @@ class LinearSlots(LoraSlots):
         """
         if not torch.compiler.is_compiling():
             watch.notify(self)
+        total = self._with_rows(x, y, base) if self.low_rank else y
+        if self.token_rows is not None:
+            bias = cast("Tensor | None", base.bias)
+            total = replace_outputs(self, x, y, total, bias)
+        return total
+
+    def _with_rows(self, x: Tensor, y: Tensor, base: nn.Module) -> Tensor:
         if not y.is_meta and torch.is_autocast_enabled(y.device.type):
             h = F.linear(x, self.lora_A)
             with torch.autocast(y.device.type, enabled=False):
@@ -51,17 +65,30 @@ class LinearSlots(LoraSlots):
         return add_rows(self, y, h, base)
 
 
-def add_rows(slots: LoraSlots, y: Tensor, h: Tensor, base: nn.Module) -> Tensor:
-    """Add to ``y [..., out]`` what ``slots`` make of ``h [..., R]``, the product of x with A."""
-    lora_B = slots.lora_B
-    if slots.dora is not None:
-        gain = slots.gain()
-        y = lift(y, gain, base)
-        lora_B = lora_B * gain.repeat_interleave(lora_B.shape[0] // gain.shape[0], dim=0)
-    y = _add_product(y, h, lora_B, slots.scaling)
-    if slots.lora_bias is not None:
-        y = (y + slots.total_bias()).to(y.dtype)
-    return y
+def add_rows(
+    slots: LoraSlots, y: Tensor, h: Tensor, base: nn.Module, scaling: Tensor | None = None
+) -> Tensor:
+    """Add to ``y [..., out]`` what ``slots`` make of ``h [..., R]``, the product of x with A.
+
+    ``scaling [1, R]`` stands for the slots' own where the base layer scales its output.
+    """
+    y, lora_B = with_dora(slots, y, base)
+    y = add_product(y, h, lora_B, slots.scaling if scaling is None else scaling)
+    return with_bias(slots, y)
+
+
+def with_dora(slots: LoraSlots, y: Tensor, base: nn.Module) -> tuple[Tensor, Tensor]:
+    """``y [..., out]`` and ``lora_B [R, out]`` as DoRA multiplies them."""
+    if slots.dora is None:
+        return y, slots.lora_B
+    gain = slots.gain()
+    rows = slots.lora_B.shape[0] // gain.shape[0]
+    return lift(y, gain, base), slots.lora_B * gain.repeat_interleave(rows, dim=0)
+
+
+def with_bias(slots: LoraSlots, y: Tensor) -> Tensor:
+    """``y [..., out]`` plus the bias of all slots."""
+    return y if slots.lora_bias is None else (y + slots.total_bias()).to(y.dtype)
 
 
 def lift(y: Tensor, gain: Tensor, base: nn.Module) -> Tensor:
@@ -71,15 +98,27 @@ def lift(y: Tensor, gain: Tensor, base: nn.Module) -> Tensor:
     """
     change = (gain - 1).sum(0)
     bias = getattr(base, "bias", None)
-    lifted = y + change * (y if bias is None else y - bias)
-    return torch.where(change != 0, lifted, y).to(y.dtype)
+    product = y.to(torch.promote_types(y.dtype, change.dtype))
+    if bias is not None:
+        product = product - bias
+    return torch.where(change != 0, y + change * product, y).to(y.dtype)
 
 
-def _add_product(y: Tensor, h: Tensor, lora_B: Tensor, scaling: Tensor) -> Tensor:
+def add_product(y: Tensor, h: Tensor, lora_B: Tensor, scaling: Tensor) -> Tensor:
     """``y [..., out] + where(scaling != 0, scaling * h [..., R], 0) @ lora_B [R, out]``.
 
     The sum is an `addmm` because inductor fuses ``y + h @ B`` otherwise than the base layer alone,
     which would round differently even with nothing loaded.
+    """
+    h, lora_B = factors(y, h, lora_B, scaling)
+    total = torch.addmm(y.reshape(-1, y.shape[-1]).to(h.dtype), h.reshape(-1, h.shape[-1]), lora_B)
+    return total.to(y.dtype).reshape(y.shape)
+
+
+def factors(y: Tensor, h: Tensor, lora_B: Tensor, scaling: Tensor) -> tuple[Tensor, Tensor]:
+    """Two factors whose product is ``where(scaling != 0, scaling * h, 0) @ lora_B``.
+
+    Both in the dtype in which the product is to be added to ``y``.
     """
     dtype = torch.promote_types(y.dtype, h.dtype)
     if y.is_cpu and dtype in _SLOW_ON_CPU:
@@ -92,14 +131,11 @@ def _add_product(y: Tensor, h: Tensor, lora_B: Tensor, scaling: Tensor) -> Tenso
         grow = torch.minimum(scaling.abs().clamp(min=1), room)
         lora_B = lora_B * grow.t()
         scaling = scaling / grow
-    lora_B = lora_B.to(dtype)
-    h = torch.where(on, h * scaling, 0).to(dtype)
-    total = torch.addmm(y.reshape(-1, y.shape[-1]).to(dtype), h.reshape(-1, h.shape[-1]), lora_B)
-    return total.to(y.dtype).reshape(y.shape)
+    return torch.where(on, h * scaling, 0).to(dtype), lora_B.to(dtype)
 
 
 def _is_linear(module: nn.Module) -> bool:
-    return isinstance(module, nn.Linear)
+    return isinstance(module, nn.Linear) or is_hqq(module)
 
 
 def _shape(module: nn.Linear) -> tuple[tuple[int, ...], int]:
@@ -107,7 +143,8 @@ def _shape(module: nn.Linear) -> tuple[tuple[int, ...], int]:
 
 
 def _make(module: nn.Linear, sizes: SlotSizes) -> LinearSlots:
-    return LinearSlots(module.in_features, module.out_features, sizes)
+    inputs, outputs = module.in_features, module.out_features
+    return LinearSlots(inputs, outputs, sizes, token_width=inputs)
 
 
 LINEAR = LayerKind(

@@ -9,12 +9,13 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
 from lora_slots.layers import watch
-from lora_slots.layers.base import SlotLayer, SlotSizes
+from lora_slots.layers.base import LayerKind, SlotLayer, SlotSizes
 
 
 class ParameterSlots(nn.ModuleDict):
@@ -49,8 +50,41 @@ class FullSlots(SlotLayer):
         """
         if not torch.compiler.is_compiling():
             watch.notify(self)
-        own = (self.weights.t() * self.full).sum(0).view(parameter.shape)
-        return ((1 - self.weights.sum()) * parameter + own).to(parameter.dtype)
+        own = (self.weights.t() * self.full).sum(0)
+        rest = (1 - self.weights.sum(1)) * parameter.flatten()
+        return (rest + own).view(parameter.shape).to(parameter.dtype)
+
+
+def full_kind(parameter: str) -> LayerKind:
+    """How any module takes another tensor in the place of its own parameter of this name."""
+    return LayerKind(
+        name="parameter",
+        matches=partial(has_parameter, name=parameter),
+        shape=partial(_full_shape, name=parameter),
+        make=partial(_full_slots, name=parameter),
+        weight=partial(own_parameter, name=parameter),
+    )
+
+
+def has_parameter(module: nn.Module, name: str) -> bool:
+    """Whether ``module`` itself has a floating-point parameter of this name."""
+    parameter = module._parameters.get(name)
+    return parameter is not None and parameter.is_floating_point() and parameter.itemsize > 1
+
+
+def own_parameter(module: nn.Module, name: str) -> Tensor:
+    """The parameter ``name`` of ``module`` as it is, without the share of any slots."""
+    parameter = module._parameters[name]
+    assert parameter is not None
+    return parameter
+
+
+def _full_shape(module: nn.Module, name: str) -> tuple[tuple[int, ...], int]:
+    return (), own_parameter(module, name).numel()
+
+
+def _full_slots(module: nn.Module, sizes: SlotSizes, name: str) -> FullSlots:
+    return FullSlots(own_parameter(module, name).numel(), sizes)
 
 
 def effective(module: nn.Module, name: str) -> Tensor:
@@ -60,12 +94,10 @@ def effective(module: nn.Module, name: str) -> Tensor:
     """
     slots = module._modules["lora_slots"]
     assert isinstance(slots, ParameterSlots)
-    parameter = module._parameters[name]
+    parameter = own_parameter(module, name)
     if torch.compiler.is_compiling():
         return slots[name](parameter)  # type: ignore[no-any-return]
-    known = _memory.known.get(id(module))
-    if known is None:
-        return slots[name](parameter)  # type: ignore[no-any-return]
+    known = _memory.known.get(id(module), {})
     if name not in known:
         known[name] = slots[name](parameter)
     return known[name]

@@ -20,8 +20,8 @@ from lora_slots.layers.parameter import ParameterSlots, effective, one_call
 CHILD_NAME = "lora_slots"
 
 
-# A class, the names of the parameters that have slots (none: the layer itself has), and the subclass
-# of the class that runs them; and back.
+# A class, the names of the parameters that have slots (none: the layer itself has), and the
+# subclass that runs them; and back.
 _Origin = tuple[type[nn.Module], tuple[str, ...]]
 _slot_classes: dict[_Origin, type[nn.Module]] = {}
 _origins: dict[type[nn.Module], _Origin] = {}
@@ -86,12 +86,13 @@ def add_slots(module: nn.Module, slots: SlotLayer, parameter: str = "") -> None:
     if parameter:
         child = module._modules.setdefault(CHILD_NAME, ParameterSlots())
         assert isinstance(child, ParameterSlots)
-        child[parameter] = slots
+        # As an item, it could not have the name of a method, such as "keys".
+        child._modules[parameter] = slots
         cls, _ = _origins.get(type(module), (type(module), ()))
         module.__class__ = slot_class(cls, tuple(child))
     else:
-        module._modules[CHILD_NAME] = slots
         module.__class__ = slot_class(type(module))
+        module._modules[CHILD_NAME] = slots
     _rebind_instance_forward(module)
 
 
