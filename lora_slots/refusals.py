@@ -66,17 +66,20 @@ def refuse_fused_projections(modules: Iterable[nn.Module], layout: Layout) -> No
     fused = list(filter(_runs_fused, modules))
     if not fused:
         return
-    paths = {target.module: target.path for target in layout}
-    for attention in fused:
-        children = attention._modules
-        silent = [name for made, names in _FUSED.items() if made in children for name in names]
-        for name in silent:
-            if children.get(name) in paths:
-                raise AttachError(
-                    f"{paths[children[name]]} is not called while its attention runs a fused "
-                    "projection, so that adapters would be ignored; call "
-                    "unfuse_qkv_projections() on the pipeline or model first"
-                )
+    silent = {
+        attention._modules.get(name)
+        for attention in fused
+        for made, names in _FUSED.items()
+        for name in names
+        if made in attention._modules
+    }
+    for target in layout:
+        if target.module in silent:
+            raise AttachError(
+                f"{target.path} is not called while its attention runs a fused projection, so that "
+                "adapters would be ignored; call unfuse_qkv_projections() on the pipeline or model "
+                "first"
+            )
 
 
 def refuse_freezing(modules: Iterable[nn.Module]) -> None:

@@ -236,11 +236,11 @@ def test_a_packed_weight_that_names_no_compute_dtype_is_refused():
         """Stores bytes, as quantised layers do."""
 
         def __init__(self) -> None:
-            super().__init__(8, 6)
+            super().__init__(8, 6, bias=False)
             self.weight = nn.Parameter(torch.ones(6, 8, dtype=torch.uint8), requires_grad=False)
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return nn.functional.linear(x, self.weight.to(x.dtype), self.bias)
+            return nn.functional.linear(x, self.weight.to(x.dtype))
 
     model = nn.ModuleDict({"packed": Packed()})
     with pytest.raises(AttachError, match=r"packed stores its weight as torch\.uint8.*dtype="):

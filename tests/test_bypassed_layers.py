@@ -10,13 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from toys import pairs, tensors_of, toy, toy_adapter, toy_input
 
-from lora_slots import (
-    AttachError,
-    SlotManager,
-    TargetMismatchError,
-    UnsupportedAdapterError,
-    read_adapter,
-)
+from lora_slots import AttachError, SlotManager, TargetMismatchError, read_adapter
 
 
 @pytest.fixture
@@ -118,43 +112,52 @@ def test_verify_finds_what_the_fast_path_skips(encoder):
         manager.verify(lambda: encoder(X))
 
 
-class Attention(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
-        self.head = nn.Linear(8, 6)
+@torch.no_grad()
+@pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad, torch.enable_grad])
+@pytest.mark.parametrize("fast_path", [True, False])
+def test_attention_in_an_encoder_layer_is_adapted_with_and_without_the_fast_path(
+    encoder, mode, fast_path
+):
+    path = "encoder.layers.0.self_attn"
+    update = pairs({path: 4}, inputs=8, outputs=24) | pairs({f"{path}.out_proj": 4}, outputs=8)
+    changed = copy.deepcopy(encoder)
+    for module, parameter in ((path, "in_proj_weight"), (f"{path}.out_proj", "weight")):
+        A, B = update[module]
+        getattr(changed.get_submodule(module), parameter).data += B @ A
+    torch.backends.mha.set_fastpath_enabled(fast_path)
+    try:
+        manager = SlotManager(encoder, max_rank=4, target_modules=["self_attn"])
+        with mode():
+            base = encoder(X)
+            manager.load(read_adapter(tensors_of(update)))
+            output, expected = encoder(X), changed(X)
+            manager.verify(lambda: encoder(X))
+            manager.unload("default")
+            assert torch.equal(encoder(X), base)
+    finally:
+        torch.backends.mha.set_fastpath_enabled(True)
+    torch.testing.assert_close(output, expected, rtol=1e-4, atol=1e-4)
+    assert (output - base).abs().max() > 0.1
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.attention(x, x, x, need_weights=False)[0])
+
+@torch.no_grad()
+def test_a_norm_behind_the_fast_path_can_be_replaced(encoder):
+    changed = copy.deepcopy(encoder)
+    manager = SlotManager(encoder, max_rank=4, target_modules=["head"], full_modules=["norm1"])
+    base = encoder(X)
+    manager.load(read_adapter({"encoder.layers.1.norm1.w_norm": torch.ones(8)}))
+    changed.encoder.layers[1].norm1.weight.data += 1
+    torch.testing.assert_close(encoder(X), changed(X), rtol=1e-5, atol=1e-5)
+    manager.unload("default")
+    assert torch.equal(encoder(X), base)
 
 
-def test_attentions_output_projection_is_left_out_and_refused_where_named():
-    model = Attention().eval()
+def test_an_attention_that_is_the_model_itself_offers_its_output_projection():
+    model = nn.MultiheadAttention(8, 2)
     manager = SlotManager(model, max_rank=4)
-    assert manager.status().components[""].modules == 1
-    assert isinstance(model.head.lora_slots, nn.Module)
-    assert not hasattr(model.attention.out_proj, "lora_slots")
-    adapter = read_adapter(
-        tensors_of(pairs({"attention.out_proj": 4}, outputs=8) | pairs({"head": 4}))
-    )
-    with pytest.raises((TargetMismatchError, UnsupportedAdapterError)) as info:
-        manager.load(adapter)
-    assert "attention.out_proj is read by nn.MultiheadAttention" in str(info.value).replace(
-        "out_proj: is", "out_proj is"
-    )
-    report = manager.load(adapter, strict=False)
-    assert [key.removeprefix("base_model.model.") for key, _ in report.skipped] == [
-        "attention.out_proj"
-    ]
-    manager.detach()
-    for targets in (["out_proj"], ["head", "out_proj"], ".*out_proj"):
-        with pytest.raises(TargetMismatchError, match=r"attention\.out_proj is read by nn\.Multi"):
-            SlotManager(model, max_rank=4, target_modules=targets)
-
-
-def test_an_attention_that_is_the_model_itself_offers_nothing():
-    with pytest.raises(TargetMismatchError):
-        SlotManager(nn.MultiheadAttention(8, 2), max_rank=4)
+    x = torch.randn(3, 2, 8)
+    manager.verify(lambda: model(x, x, x))
+    assert hasattr(model.out_proj, "lora_slots")
 
 
 class Functional(nn.Module):

@@ -193,7 +193,7 @@ def test_of_a_model_without_a_manager_is_an_error(model, manager):
         with pytest.raises(NotAttachedError, match="has no SlotManager; build one with"):
             SlotManager.of(other)
     assert issubclass(NotAttachedError, LookupError)
-    with pytest.raises(ArgumentError, match=r"must be an nn\.Module, got int"):
+    with pytest.raises(ArgumentError, match=r"must be an nn\.Module, .* got int"):
         SlotManager.of(3)
 
 

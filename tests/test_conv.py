@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 from conv_nets import DIMS, One, net, one, pair, random, refused_by_one, with_delta
@@ -34,9 +36,8 @@ def test_an_adapter_is_a_change_of_the_weight_whatever_the_layer_does(dims: int,
     manager.load(pair(A, B, alpha=1.0))
     torch.testing.assert_close(model(x), expected(x), rtol=1e-5, atol=1e-5)
     # What the base layer is told later holds for its slots, too.
-    model.layer.stride = expected.layer.stride = tuple(2 for _ in range(dims))
-    if options.get("padding") != "same" or "padding_mode" in options:
-        torch.testing.assert_close(model(x), expected(x), rtol=1e-5, atol=1e-5)
+    model.layer.padding = expected.layer.padding = tuple(range(dims))
+    torch.testing.assert_close(model(x), expected(x), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("dims", [1, 2, 3])
@@ -68,7 +69,7 @@ def test_the_memory_format_is_the_base_layers():
     torch.testing.assert_close(outputs[2], outputs[3], rtol=1e-5, atol=1e-5)
 
 
-def lokon(case: str) -> tuple[One, Tensor, tuple[Tensor, Tensor], Tensor]:
+def locon(case: str) -> tuple[One, Tensor, tuple[Tensor, Tensor], Tensor]:
     """LS-24: a layer, an input, a down and up pair, and the change of the weight at scaling 1."""
     if case == "a: 3x3, stride 2":
         model, x = one(nn.Conv2d, 7, 5, 3, stride=2, padding=1), random(2, 7, 8, 8)
@@ -87,7 +88,7 @@ def lokon(case: str) -> tuple[One, Tensor, tuple[Tensor, Tensor], Tensor]:
 )
 @torch.no_grad()
 def test_ls24_a_projection_may_be_a_1x1_convolution_or_a_linear_layer(case: str):
-    model, x, (down, up), delta = lokon(case)
+    model, x, (down, up), delta = locon(case)
     scaling = 2.0 / len(down)
     expected = with_delta(model, scaling * delta)
     report = SlotManager(model, max_rank=4, target_modules=["layer"]).load(pair(down, up, 2.0))
@@ -188,7 +189,7 @@ REFUSED = {
 def test_what_does_not_fit_a_layer_is_refused_and_changes_nothing(model, down, up, more, message):
     more = {name: random(*shape) for name, shape in more.items()}
     text = refused_by_one(model(), pair(random(*down), random(*up), **more))
-    assert pytest.raises(AssertionError, match=message).matches(AssertionError(text)), text
+    assert re.search(message, text), text
 
 
 def test_dora_on_a_grouped_convolution_is_refused_by_name():

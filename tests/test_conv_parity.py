@@ -74,7 +74,7 @@ def test_dora_on_a_convolution_is_pefts(dims, sizes, options, tmp_path: Path):
     assert torch.equal(model(x), base)
     manager.load(tmp_path)
     torch.testing.assert_close(model(x), expected(x), **CLOSE)
-    # What is not changed by a weight is not DoRA's: the norm follows it.
+    # The norm follows the weight.
     expected.base_model.model.layer.set_scale("default", 0.5)
     manager.set_weight("default", 0.5)
     torch.testing.assert_close(model(x), expected(x), **CLOSE)
@@ -90,7 +90,7 @@ def test_lora_bias_on_a_convolution_is_pefts(case: str, tmp_path: Path):
     config = {"r": 4, "lora_alpha": 8, "target_modules": ["layer"], "lora_bias": True}
     write_adapter(tmp_path, copy.deepcopy(model), **config)
     expected = peft_model(copy.deepcopy(model), tmp_path)
-    # Without a bias the adapter's would be invisible: PEFT starts it at random too.
+    # PEFT starts it at random.
     assert expected.base_model.model.layer.lora_B["default"].bias.abs().min() > 0
     x = random(2, sizes[0], *[6] * dims)
     base = model(x)

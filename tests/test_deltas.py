@@ -1,4 +1,4 @@
-"""``.diff``, ``.diff_b``, ``.w_norm``, ``.b_norm``: added to the base, scaled by the weight alone."""
+"""``.diff``, ``.diff_b``, ``.w_norm``, ``.b_norm``: added to the base, times the weight alone."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from safetensors.torch import save_file
 from toys import CountingBackend, Snapshot
 from whole_files import Headed, X, headed, manager_of, with_pair
 
-from lora_slots import UnsupportedAdapterError, read_adapter
+from lora_slots import SlotManager, UnsupportedAdapterError, read_adapter
 
 
 def random(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -166,3 +166,20 @@ def test_several_files_of_differences_add_up_and_swap_without_a_recompile():
         assert torch.equal(compiled(X), base)
     assert backend.graphs == 1
     torch._dynamo.reset()
+
+
+@torch.no_grad()
+def test_in_a_pipeline_each_component_takes_its_own():
+    unet, text_encoder = headed(), headed()
+    components = {"unet": unet, "text_encoder": text_encoder}
+    manager = SlotManager(components, max_rank=4, full_modules=["norm"], bias=True)
+    one, two = random(8, seed=1), random(8, seed=2)
+    flat = {"lora_unet_norm.w_norm": one, "lora_te_q_proj.diff_b": two}
+    dotted = {"unet.norm.w_norm": one, "text_encoder.q_proj.diff_b": two}
+    for tensors in (flat, dotted):
+        report = manager.load(read_adapter(tensors))
+        assert report.modules == ("unet.norm.weight", "text_encoder.q_proj")
+        torch.testing.assert_close(unet.norm.weight, headed().norm.weight + one)
+        assert torch.equal(text_encoder.norm.weight, headed().norm.weight)
+        torch.testing.assert_close(text_encoder.q_proj(X), headed().q_proj(X) + two)
+        manager.unload("default")

@@ -102,7 +102,7 @@ def dora_without_magnitudes(path: Path) -> Path:
 
 
 def another_algorithm(path: Path) -> Path:
-    return toy_folder(path, peft_type="LOHA")
+    return toy_folder(path, peft_type="IA3")
 
 
 def modules_that_the_model_lacks(path: Path) -> Path:

@@ -239,11 +239,12 @@ def test_a_parameter_may_have_any_name():
         def __init__(self) -> None:
             super().__init__()
             self.q_proj = nn.Linear(8, 8)
-            self.memory = nn.ParameterDict({"keys": torch.ones(3, 8)})
+            self.memory = nn.Module()
+            self.memory.keys = nn.Parameter(torch.ones(3, 8))
             self.store = nn.ParameterList([torch.ones(8), torch.ones(8)])
 
         def forward(self, x):
-            return self.q_proj(x) @ self.memory["keys"].t() + self.store[1].sum()
+            return self.q_proj(x) @ self.memory.keys.t() + self.store[1].sum()
 
     model = Memory().eval()
     base = model(X)

@@ -158,8 +158,9 @@ def test_inspecting_says_what_the_load_would_do(tmp_path: Path) -> None:
     assert info.scaling == report.scaling == dict(zip(TOY_MODULES, [0.5, 1.5, 2, 8], strict=True))
     assert info.dtypes == (torch.float32, torch.float16)
     assert info.nbytes == sum(t.numel() * t.element_size() for t in tensors.values())
-    assert info.features == ("modules_to_save=['head']", "1 tensors that are not LoRA")
-    text = f"{path}: rank 1 to 4, 4 modules, .* for me/toy, asks for modules_to_save=.*"
+    features = ("rank_pattern", "alpha_pattern", "modules_to_save=['head']", "1 whole tensor")
+    assert info.features == features
+    text = f"{path}: rank 1 to 4, 4 modules, .* for me/toy, with rank_pattern, alpha_pattern, .*"
     assert re.fullmatch(text.replace("[", r"\["), str(info))
 
 

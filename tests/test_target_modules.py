@@ -93,8 +93,7 @@ def test_a_broken_regular_expression_is_refused(pattern):
 @pytest.mark.parametrize(
     ("layer", "kind"),
     [
-        (nn.Embedding(4, 8), "Embedding"),
-        (nn.Conv2d(3, 3, 1), "Conv2d"),
+        (nn.ConvTranspose2d(3, 3, 1), "ConvTranspose2d"),
         (nn.Bilinear(8, 8, 6), "Bilinear"),
         (nn.LayerNorm(8), "LayerNorm"),
         (nn.Sequential(nn.Linear(8, 8)), "Sequential"),
@@ -112,7 +111,7 @@ def test_a_named_module_of_another_kind_is_refused_by_name(layer, kind):
 
 def test_a_model_without_linear_layers_is_an_error():
     with pytest.raises(TargetMismatchError, match="layers that take adapters are none"):
-        SlotManager(nn.Sequential(nn.Conv1d(3, 3, 1)), max_rank=2)
+        SlotManager(nn.Sequential(nn.LayerNorm(3)), max_rank=2)
 
 
 def test_the_output_embeddings_can_be_named():
@@ -123,7 +122,7 @@ def test_the_output_embeddings_can_be_named():
 
 def test_a_model_that_is_no_module_is_refused():
     for thing in (None, {}, torch.ones(3), nn.Linear):
-        with pytest.raises(ArgumentError, match=r"model must be an nn\.Module, got"):
+        with pytest.raises(ArgumentError, match=r"model must (be an nn\.Module|hold)"):
             SlotManager(thing, max_rank=2)
 
 
