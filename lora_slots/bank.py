@@ -3,38 +3,25 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import cast
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from lora_slots.errors import ArgumentError
 from lora_slots.layers import SlotLayer
+from lora_slots.layers.base import BY_RANK
 from lora_slots.layout import Layout
 from lora_slots.rows import place
 from lora_slots.staged import StagedAdapter, StagedRows
-from lora_slots.steering import Steering, Table
+from lora_slots.steering import Steering, Table, Tables
 
 _RECENT_TABLES = 16
-# Buffers in which a slot owns rows by need; in all others, every slot owns the same share.
-_BY_RANK = frozenset({"lora_A", "lora_B"})
+_GRANULE = 8
 # First row, targets, counts of rows, buffers, and the views of those buffers.
 _KnownViews = tuple[int | None, tuple[int, ...], tuple[int, ...], list[Tensor], list[Tensor]]
-
-
-class _Tables(NamedTuple):
-    """What the steering buffers hold.
-
-    Attributes:
-        scaling: ``[modules, R]``.
-        weights: ``[modules, slots]``.
-    """
-
-    scaling: Table
-    weights: Table
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,11 +32,13 @@ class _State:
         held: What each slot holds.
         starts: The first row by rank of each slot that holds something.
         tables: What the steering buffers hold.
+        shown: How many rows the model's forward sees; None: all.
     """
 
     held: tuple[StagedAdapter | None, ...]
     starts: Mapping[int, int]
-    tables: _Tables
+    tables: Tables
+    shown: int | None = None
 
 
 class Bank:
@@ -61,7 +50,12 @@ class Bank:
     """
 
     def __init__(
-        self, layout: Layout, *, max_rank: int, num_slots: int, granule: int | None = None
+        self,
+        layout: Layout,
+        *,
+        max_rank: int,
+        num_slots: int,
+        buckets: Sequence[int] | None = None,
     ) -> None:
         """Start with all slots empty, as the buffers are.
 
@@ -69,12 +63,15 @@ class Bank:
             layout: The target modules, with slots attached.
             max_rank: The largest rank of an adapter.
             num_slots: How many adapters can be held.
-            granule: Rows are owned in multiples of this; None: of ``max_rank``, so that a slot's
-                rows never move.
+            buckets: How many rows the model's forward may see, ascending, all rows last: it sees
+                the smallest of these that has room for the active slots, whose rows are moved there
+                where need be. None: all rows, and a slot's rows never move.
         """
         self.max_rank = max_rank
         self.num_slots = num_slots
-        self._granule = granule or max_rank
+        self._buckets = None if buckets is None else tuple(buckets)
+        # Rows are owned in multiples of this.
+        self._granule = max_rank if buckets is None else min(_GRANULE, max_rank)
         self._layers: list[SlotLayer] = [target.slots for target in layout]
         self._spare: tuple[Tensor, ...] = ()
         self._known_views: dict[tuple[int, str], _KnownViews] = {}
@@ -83,9 +80,9 @@ class Bank:
         # How often the buffers had been replaced when each slot was written.
         self._generations = [SlotLayer.generation] * num_slots
         nothing: tuple[None, ...] = (None,) * num_slots
+        self._steering = [Steering(self._layers, name) for name in Tables._fields]
         self._state = _State(nothing, {}, self._tables(nothing, {}, {}))
-        self._scaling = Steering(self._layers, "scaling")
-        self._weights = Steering(self._layers, "weights")
+        self._enter(self._planned(nothing, {}))
 
     def __getstate__(self) -> dict[str, object]:
         """Copies and pickles have buffers of their own."""
@@ -141,16 +138,44 @@ class Bank:
         self, held: tuple[StagedAdapter | None, ...], weights: Mapping[int, float]
     ) -> _State:
         """The state that holds ``held`` and steers by ``weights``, moving as little as possible."""
-        needs = {slot: self._need(own) for slot, own in enumerate(held) if own is not None}
+        needs = {slot: need for slot, own in enumerate(held) if (need := self._need(own))}
         known = self._state.held
         before = {
             slot: start
             for slot, start in self._state.starts.items()
             if slot in needs and needs[slot] <= self._need(known[slot])
         }
-        starts = place(needs, before, total=self.num_slots * self.max_rank)
+        active = [slot for slot in weights if slot in needs]
+        shown = None
+        if self._buckets is not None:
+            low = sum(needs[slot] for slot in active)
+            shown = next(rows for rows in self._buckets if rows >= low)
+        starts = place(needs, before, total=self.rows, active=active, limit=shown)
         assert starts is not None
-        return _State(held, starts, self._tables(held, starts, weights))
+        return _State(held, starts, self._tables(held, starts, weights), shown)
+
+    @property
+    def rows(self) -> int:
+        """How many rows by rank there are: R."""
+        return self.num_slots * self.max_rank
+
+    @property
+    def buckets(self) -> tuple[int, ...]:
+        """How many of them the model's forward may see."""
+        return self._buckets or (self.rows,)
+
+    @contextmanager
+    def showing(self, rows: int) -> Iterator[None]:
+        """Let the model's forward see as many rows for a while, whatever is active."""
+        self._show(rows if self._buckets else None)
+        try:
+            yield
+        finally:
+            self._show(self._state.shown)
+
+    def _show(self, rows: int | None) -> None:
+        for layer in self._layers:
+            layer.show(rows)
 
     def _need(self, staged: StagedAdapter | None) -> int:
         """How many rows by rank an adapter owns."""
@@ -174,18 +199,20 @@ class Bank:
             undo = replace(self._state, held=tuple(held))
         try:
             self._copy(changed, self._state, state)
-            self._steer(state.tables)
+            self._steer(self._state, state)
         except BaseException:
             self._copy(changed, state, undo)
-            self._steer(undo.tables)
+            self._steer(state, undo)
             raise
         self._state = state
         for slot in changed:
             self._generations[slot] = SlotLayer.generation
 
-    def _steer(self, tables: _Tables) -> None:
-        self._scaling.write(tables.scaling)
-        self._weights.write(tables.weights)
+    def _steer(self, old: _State, new: _State) -> None:
+        for steering, table in zip(self._steering, new.tables, strict=True):
+            steering.write(cast("Table", table))
+        if new.shown != old.shown:
+            self._show(new.shown)
 
     def _copy(self, slots: Sequence[int], old: _State, new: _State) -> None:
         """Write what ``slots`` hold in ``new``, where in ``old`` they hold something else.
@@ -214,7 +241,7 @@ class Bank:
 
     def _offset(self, slot: int, name: str, state: _State) -> int | None:
         """The first row that a slot owns of a buffer; None: of those that fall to its share."""
-        return state.starts[slot] if name in _BY_RANK else None
+        return state.starts[slot] if name in BY_RANK else None
 
     def _views(
         self,
@@ -265,46 +292,24 @@ class Bank:
             rows[name] = StagedRows(own.targets, tuple(view.clone() for view in views))
         return replace(staged, rows=rows, blocks=())
 
-    def _buffers(self, name: str, targets: Iterable[int]) -> list[Tensor]:
-        # Read anew each time, since `.to()` replaces buffers; from the dict, since attribute
-        # look-up on a module costs microseconds.
-        return [self._layers[target]._buffers[name] for target in targets]  # type: ignore[misc]
-
     def _tables(
         self,
         held: Sequence[StagedAdapter | None],
         starts: Mapping[int, int],
         weights: Mapping[int, float],
-    ) -> _Tables:
-        """What the steering buffers must hold.
+    ) -> Tables:
+        tables = Tables.zero(len(self._layers), self.rows, self.num_slots)
+        for slot, staged in enumerate(held):
+            if staged is not None:
+                first = starts.get(slot, 0)
+                tables.own(slot, first, self._need(staged))
+                if slot in weights:
+                    tables.activate(slot, staged, first, weights[slot])
+        return tables
 
-        Args:
-            held: What each slot holds.
-            starts: The first row of each slot that holds something.
-            weights: The weight of each slot that contributes.
-        """
-        modules = len(self._layers)
-        scaling = np.zeros((modules, self.num_slots * self.max_rank), dtype=np.float32)
-        by_slot = np.zeros((modules, self.num_slots), dtype=np.float32)
-        for slot, weight in weights.items():
-            staged = held[slot]
-            if staged is None:
-                continue
-            targets = list(staged.targets)
-            with np.errstate(over="ignore"):
-                units = (np.array(staged.scaling) * weight).astype(np.float32)
-                by_slot[targets, slot] = weight
-            if not (np.isfinite(units).all() and np.isfinite(by_slot[:, slot]).all()):
-                raise ArgumentError(
-                    "a weight times the adapter's scaling must be a finite float32, got weight "
-                    f"{weight!r} times scalings up to {max(map(abs, staged.scaling))!r}"
-                )
-            ranks = np.array(staged.ranks)[:, None]
-            rows = np.arange(ranks.max())
-            scaling[targets, starts[slot] : starts[slot] + len(rows)] = np.where(
-                rows < ranks, units[:, None], np.float32(0)
-            )
-        return _Tables(scaling, by_slot)
+    def _buffers(self, name: str, targets: Iterable[int]) -> list[Tensor]:
+        # Read anew each time, since `.to()` replaces buffers.
+        return [self._layers[target].whole(name) for target in targets]  # type: ignore[misc]
 
 
 def _same(some: Sequence[Tensor], others: Sequence[Tensor]) -> bool:

@@ -22,6 +22,7 @@ from lora_slots.layers.watch import listen
 from lora_slots.layout import Layout
 
 _OWN_CODE = tuple(os.path.join(os.path.dirname(file), "") for file in (torch.__file__, __file__))
+_ROWS_DIFFER = re.compile(r"_buffers\['(lora_A|lora_B|scaling|owners)'\]' size mismatch")
 _FAILED_GUARD = re.compile(r"^\s*- (?:\d+/\d+: )?(?P<guard>.+?)(?:\s+# .*)?$", re.MULTILINE)
 
 
@@ -36,6 +37,9 @@ def no_recompile(layout: Layout, *, allow_first: bool = False) -> Iterator[None]
     Raises:
         RecompileError: A guard failed; compiled code fell back to eager; code was compiled for the
             first time where that was not allowed; or the storage of a slot's buffer changed.
+
+    With ``rank_buckets``, ``allow_first`` lets every graph through: each number of rows is a first
+    use to us and a recompile to Dynamo.
     """
     storage = _storage(layout)
     compiled: list[str] = []
@@ -57,7 +61,9 @@ def no_recompile(layout: Layout, *, allow_first: bool = False) -> Iterator[None]
 
     callback_handler.register_start_callback(on_compile)
     try:
-        with torch._dynamo.config.patch(error_on_recompile=True), listen(on_eager_run):
+        # To Dynamo, the first use of a number of rows is a recompile.
+        strict = not (allow_first and any(target.slots.shows_some for target in layout))
+        with torch._dynamo.config.patch(error_on_recompile=strict), listen(on_eager_run):
             yield
     except DynamoRecompileError as error:
         raise _explained(error) from error
@@ -77,7 +83,19 @@ def _explained(error: DynamoRecompileError) -> RecompileError:
     match = _FAILED_GUARD.search(text)
     guard = match["guard"].strip() if match else None
     what = text.splitlines()[0].strip()
-    return RecompileError(f"{what}; the guard that failed: {guard}", guard)
+    remedy = ""
+    if _is_first_use(text):
+        remedy = (
+            "; if this is the first use of so many rows (rank_buckets), call manager.warmup(fn) "
+            "before, or pass allow_first=True"
+        )
+    return RecompileError(f"{what}; the guard that failed: {guard}{remedy}", guard)
+
+
+def _is_first_use(message: str) -> bool:
+    """Whether compiled code was passed over because slots have another number of rows now."""
+    guards = (match["guard"] for match in _FAILED_GUARD.finditer(message))
+    return any(_ROWS_DIFFER.search(guard) for guard in guards)
 
 
 def _caller() -> str:
@@ -102,7 +120,8 @@ def _named_buffers(layout: Layout) -> Mapping[str, Tensor]:
     return {
         f"{target.path}.{name}": buffer
         for target in layout
-        for name, buffer in target.slots.named_buffers(recurse=False)
+        for name in target.slots._buffers
+        if (buffer := target.slots.whole(name)) is not None
     }
 
 

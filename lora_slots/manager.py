@@ -23,6 +23,7 @@ from lora_slots.attach import (
     warn_if_compiled,
 )
 from lora_slots.bank import Bank
+from lora_slots.buckets import RankBuckets, bucket_sizes
 from lora_slots.choices import ALL_LINEAR, TargetModules
 from lora_slots.components import all_modules, components_of, parts_of, root_of, unwrap
 from lora_slots.compress import compress, rank_limit
@@ -84,6 +85,12 @@ class SlotManager:
             ``["classifier"]``: what PEFT calls modules_to_save, with its meaning of names. All
             their parameters, and those of the modules in them, get room in full size once for each
             slot, and no low-rank slots.
+        rank_buckets: How many rows a forward may compute with; it then computes with the smallest
+            number that the active adapters fit into, not with all ``num_slots * max_rank``, and
+            with 0 it costs nothing. ``"auto"`` means nothing, a sixteenth, a quarter and all of
+            them. Each number is one more graph, compiled at its first use (see `warmup`) and never
+            again. Making an adapter active may then copy its rows to where they are seen. None: one
+            graph, all rows.
 
     Raises:
         ArgumentError: An argument has no meaning.
@@ -105,6 +112,7 @@ class SlotManager:
         bias: bool = False,
         token_rows: int = 0,
         full_modules: Collection[str] = (),
+        rank_buckets: RankBuckets = None,
     ) -> None:
         """Attach slots to ``model``; see the class."""
         _check_count("max_rank", max_rank)
@@ -117,6 +125,7 @@ class SlotManager:
             raise ArgumentError(f"token_rows must be a whole number from 0, got {token_rows!r}")
         if target_modules is None:
             raise ArgumentError("target_modules must be a string or a collection, got None")
+        buckets = bucket_sizes(rank_buckets, num_slots * max_rank)
         given, root = components_of(model), root_of(model)
         for name, part in parts_of(root).items():
             if _ATTRIBUTE in vars(part):
@@ -136,7 +145,7 @@ class SlotManager:
         self._model = root
         self._modules = tuple(root.modules())
         self._layout = layout
-        self._bank = Bank(layout, max_rank=max_rank, num_slots=num_slots)
+        self._bank = Bank(layout, max_rank=max_rank, num_slots=num_slots, buckets=buckets)
         self._roster = Roster(num_slots)
         self._lock = threading.RLock()
         # On the model, so that copies and pickles of it bring their manager along.
@@ -327,6 +336,23 @@ class SlotManager:
 
         return guard.no_recompile(self._layout, allow_first=allow_first)
 
+    def warmup(self, fn: Callable[[], object]) -> None:
+        """Run ``fn`` once for each number of rows of ``rank_buckets``, so that all are compiled.
+
+        What is loaded and active stays as it is, but is not applied in full meanwhile: the results
+        of these runs mean nothing.
+
+        Args:
+            fn: Calls the compiled model as it will be used, for a prompt and for a token.
+        """
+        self._check_usable()
+        from tqdm import tqdm
+
+        with self._lock:
+            for rows in tqdm(self._bank.buckets, desc="compiling", unit="graph", disable=None):
+                with self._bank.showing(rows):
+                    fn()
+
     def verify(self, fn: Callable[[], object]) -> None:
         """Run ``fn`` once, eagerly, and check that the model calls every target module.
 
@@ -366,13 +392,14 @@ class SlotManager:
 
     def _component_status(self, component: str) -> ComponentStatus:
         layers = [target.slots for target in self._layout if target.component == component]
-        buffers = [b for layer in layers for b in layer.buffers(recurse=False)]
-        large = [
-            buffer
+        named = [
+            (layer, name, buffer)
             for layer in layers
-            for name, buffer in layer.named_buffers(recurse=False)
-            if name not in layer.float32
+            for name in layer._buffers
+            if (buffer := layer.whole(name)) is not None
         ]
+        buffers = [buffer for _, _, buffer in named]
+        large = [buffer for layer, name, buffer in named if name not in layer.float32]
         return ComponentStatus(
             modules=len(layers),
             nbytes=sum(b.numel() * b.element_size() for b in buffers),

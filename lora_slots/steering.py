@@ -1,4 +1,4 @@
-"""The small float32 buffers that say which rows contribute, and how much."""
+"""The small buffers that say which rows contribute, how much, and whose they are."""
 
 from __future__ import annotations
 
@@ -6,16 +6,73 @@ import operator
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from lora_slots.errors import ArgumentError
 from lora_slots.layers import SlotLayer
+from lora_slots.staged import StagedAdapter
 
-Table = NDArray[np.float32]
-_ALIGNED = 16  # float32 values, 64 bytes
+Table = NDArray[np.float32] | NDArray[np.int64]
+_ALIGNED = 16  # elements
+
+
+class Tables(NamedTuple):
+    """What the steering buffers of all modules must hold.
+
+    Attributes:
+        scaling: ``[modules, R]`` float32, by which each row is multiplied.
+        weights: ``[modules, slots]`` float32, the weight of each slot that contributes.
+        owners: ``[modules, R]`` int64, the slot that owns each row.
+    """
+
+    scaling: NDArray[np.float32]
+    weights: NDArray[np.float32]
+    owners: NDArray[np.int64]
+
+    @classmethod
+    def zero(cls, modules: int, rows: int, slots: int) -> Tables:
+        """Nothing contributes."""
+        return cls(
+            np.zeros((modules, rows), dtype=np.float32),
+            np.zeros((modules, slots), dtype=np.float32),
+            np.zeros((modules, rows), dtype=np.int64),
+        )
+
+    def own(self, slot: int, first: int, count: int) -> None:
+        """Let a slot own rows."""
+        self.owners[:, first : first + count] = slot
+
+    def activate(self, slot: int, staged: StagedAdapter, first: int, weight: float) -> None:
+        """Let what a slot holds contribute.
+
+        Args:
+            slot: The slot.
+            staged: What it holds.
+            first: The first row that it owns.
+            weight: The user's multiplier.
+
+        Raises:
+            ArgumentError: A weight times a scaling leaves the range of float32.
+        """
+        targets = list(staged.targets)
+        with np.errstate(over="ignore"):
+            scaling = (np.array(staged.scaling) * weight).astype(np.float32)
+            self.weights[targets, slot] = weight
+        if not (np.isfinite(scaling).all() and np.isfinite(self.weights[:, slot]).all()):
+            raise ArgumentError(
+                "a weight times the adapter's scaling must be a finite float32, got weight "
+                f"{weight!r} times scalings up to {max(map(abs, staged.scaling))!r}"
+            )
+        ranks = np.array(staged.ranks)[:, None]
+        rows = np.arange(ranks.max())
+        self.scaling[targets, first : first + len(rows)] = np.where(
+            rows < ranks, scaling[:, None], np.float32(0)
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,7 +100,7 @@ class _Group:
 
 
 class Steering:
-    """One such buffer of every slot layer that has it, ``[1, columns]`` each.
+    """One such buffer of every slot layer that has it, ``[1, columns]`` each, all of one dtype.
 
     At first they are the rows of one table per device, which is written in one copy, where hundreds
     of small tensors cost a look-up each. What ``.to()`` or a hook puts in their place later shares
@@ -54,9 +111,7 @@ class Steering:
         """Put rows of a table of zeros into the place of the buffers ``name`` of ``layers``."""
         self._name = name
         self._layers = {
-            index: layer
-            for index, layer in enumerate(layers)
-            if layer._buffers.get(name) is not None
+            index: layer for index, layer in enumerate(layers) if layer.whole(name) is not None
         }
         self._groups = self._group(shared=True)
         self._known = self._buffers()
@@ -75,7 +130,7 @@ class Steering:
 
     def _buffers(self) -> list[Tensor]:
         name = self._name
-        return [layer._buffers[name] for layer in self._layers.values()]  # type: ignore[misc]
+        return [layer.whole(name) for layer in self._layers.values()]  # type: ignore[misc]
 
     def _group(self, *, shared: bool = False) -> list[_Group]:
         """Sort the buffers by device; ``shared`` makes them rows of the table of their group."""
@@ -88,7 +143,8 @@ class Steering:
                 columns = members[0][1].shape[1]
                 # Rows begin where vector instructions like them to.
                 stride = -(-columns // _ALIGNED) * _ALIGNED
-                memory = torch.zeros(len(members) * stride, dtype=torch.float32, device=device)
+                dtype = members[0][1].dtype
+                memory = torch.zeros(len(members) * stride, dtype=dtype, device=device)
                 table = memory.view(-1, stride)[:, :columns]
                 rows = [
                     memory.as_strided((1, columns), (columns, 1), number * stride)

@@ -68,6 +68,7 @@ class SlotLayer(nn.Module):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         """Follow ``.to()``, ``.half()`` and ``.to_empty()``, but keep float32 what must be."""
+        shown = self.show(None)
         before = dict(self.named_buffers(recurse=False))
         # As in add_buffer: what inference_mode makes could not be written to outside of it.
         with torch.inference_mode(False):
@@ -82,7 +83,24 @@ class SlotLayer(nn.Module):
             if old.is_meta and not new.is_meta:
                 # The memory is new and holds anything; slots start empty.
                 new.zero_()
+        self.show(shown)
         return self
+
+    def show(self, rows: int | None) -> int | None:
+        """Let ``forward`` see only as many rows; None: all. Return how many it saw before.
+
+        Only `LoraSlots` have rows that may be left out.
+        """
+        return None
+
+    @property
+    def shows_some(self) -> bool:
+        """Whether ``forward`` sees the first rows only."""
+        return False
+
+    def whole(self, name: str) -> Tensor | None:
+        """All rows of a buffer, however many of them ``forward`` sees; None if it has none."""
+        return self._buffers.get(name)
 
     def extra_repr(self) -> str:
         """Show the sizes and the dtype of every buffer."""
@@ -111,7 +129,8 @@ class LoraSlots(SlotLayer):
         token_rows: ``[num_slots * N, width]``, what stands in the place of those rows of the
             embedding; None without ``token_rows``.
         num_slots: How many slots there are.
-        low_rank: Whether there are rows at all: ``lora_A``, ``lora_B`` and ``scaling``.
+        low_rank: Whether ``forward`` sees any rows of ``lora_A``, ``lora_B`` and ``scaling``.
+        owners: ``[1, R]`` int64, the slot that owns each row; None without ``dora``.
     """
 
     lora_A: Tensor
@@ -122,6 +141,7 @@ class LoraSlots(SlotLayer):
     dora: Tensor | None
     token_ids: Tensor | None
     token_rows: Tensor | None
+    owners: Tensor | None
     num_slots: int
     low_rank: bool
 
@@ -138,7 +158,8 @@ class LoraSlots(SlotLayer):
             self.add_buffer("lora_A", rows, in_features, sizes)
             self.add_buffer("lora_B", rows, out_features, sizes)
             self.add_buffer("scaling", 1, rows, sizes)
-        for name in ("weights", "lora_bias", "dora", "token_ids", "token_rows"):
+        self._whole: dict[str, Tensor] = {}
+        for name in ("weights", "lora_bias", "dora", "owners", "token_ids", "token_rows"):
             self.register_buffer(name, None, persistent=False)
         if sizes.dora or sizes.bias or sizes.token_rows:
             self.add_buffer("weights", 1, slots, sizes)
@@ -146,10 +167,45 @@ class LoraSlots(SlotLayer):
             self.add_buffer("lora_bias", slots, out_features, sizes)
         if sizes.dora:
             self.add_buffer("dora", 4 * slots, out_features, sizes)
+            self.add_buffer("owners", 1, rows, sizes, torch.int64)
         if sizes.token_rows:
             tokens = slots * sizes.token_rows
             self.add_buffer("token_ids", tokens, 1, sizes, torch.int64)
             self.add_buffer("token_rows", tokens, token_width, sizes)
+
+    def show(self, rows: int | None) -> int | None:
+        """Let ``forward`` see only the first rows of ``lora_A``, ``lora_B`` and ``scaling``.
+
+        They are the first rows of the same memory, so that nothing is copied. Each number of rows
+        is one more compiled graph; code that was compiled for it before is used again.
+
+        Args:
+            rows: How many; None: all.
+
+        Returns:
+            How many it saw before; None: all.
+        """
+        before = self.lora_A.shape[0] if self._whole else None
+        self._buffers.update(self._whole)
+        self._whole = {}
+        if rows is not None and "lora_A" in self._buffers:
+            self._whole = {name: self.get_buffer(name) for name in BY_RANK if self._has(name)}
+            for name, whole in self._whole.items():
+                self._buffers[name] = whole.narrow(BY_RANK[name], 0, rows)
+        self.low_rank = self._has("lora_A") and self.lora_A.shape[0] > 0
+        return before
+
+    @property
+    def shows_some(self) -> bool:
+        """Whether ``forward`` sees the first rows only."""
+        return bool(self._whole)
+
+    def whole(self, name: str) -> Tensor | None:
+        """All rows of a buffer, however many of them ``forward`` sees."""
+        return self._whole.get(name, self._buffers.get(name))
+
+    def _has(self, name: str) -> bool:
+        return self._buffers.get(name) is not None
 
     def gain(self) -> Tensor:
         """By what DoRA multiplies each output: ``[num_slots, out]`` float32, 1 where it does not.
@@ -172,6 +228,8 @@ class LoraSlots(SlotLayer):
         return (self.weights.t() * self.lora_bias).sum(0)
 
 
+# Buffers with one row, or column, for each rank of an adapter, and which of the two.
+BY_RANK = {"lora_A": 0, "lora_B": 0, "scaling": 1, "owners": 1}
 _TINY = torch.finfo(torch.float32).tiny
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any
 
 import torch
@@ -40,6 +41,9 @@ class ConvSlots(LoraSlots):
         """
         if not torch.compiler.is_compiling():
             watch.notify(self)
+        if not self.low_rank:
+            channels = y.ndim - len(base.kernel_size) - 1
+            return with_bias(self, y.movedim(channels, -1)).movedim(-1, channels)
         if not y.is_meta and torch.is_autocast_enabled(y.device.type):
             h = _convolve(x, self.lora_A, base)
             with torch.autocast(y.device.type, enabled=False):
@@ -115,7 +119,7 @@ def _make(module: Any, sizes: SlotSizes) -> ConvSlots:
 def _kind(cls: type[nn.Module]) -> LayerKind:
     return LayerKind(
         name=cls.__name__,
-        matches=lambda module: runs_as(module, cls),
+        matches=partial(runs_as, cls=cls),
         shape=_shape,
         make=_make,
         weight=_weight,

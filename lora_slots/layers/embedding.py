@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from lora_slots.errors import UnsupportedAdapterError
 from lora_slots.layers import watch
 from lora_slots.layers.base import LayerKind, LoraSlots, SlotSizes, runs_as
-from lora_slots.layers.linear import add_rows
+from lora_slots.layers.linear import add_rows, with_bias
 from lora_slots.layers.quantized import dequantized
 from lora_slots.layers.tokens import replace_rows
 
@@ -44,7 +44,9 @@ class EmbeddingSlots(LoraSlots):
 
     def _adapted(self, x: Tensor, y: Tensor, base: nn.Embedding, scale: Tensor | float) -> Tensor:
         total = y
-        if self.low_rank:
+        if not self.low_rank:
+            total = with_bias(self, y)
+        else:
             h = F.embedding(x, self.lora_A.t())
             if base.max_norm is not None:
                 by_slot = h.view(*x.shape, self.num_slots, -1)

@@ -50,7 +50,7 @@ class LinearSlots(LoraSlots):
         """
         if not torch.compiler.is_compiling():
             watch.notify(self)
-        total = self._with_rows(x, y, base) if self.low_rank else y
+        total = self._with_rows(x, y, base) if self.low_rank else with_bias(self, y)
         if self.token_rows is not None:
             bias = cast("Tensor | None", base.bias)
             total = replace_outputs(self, x, y, total, bias)
@@ -82,8 +82,8 @@ def with_dora(slots: LoraSlots, y: Tensor, base: nn.Module) -> tuple[Tensor, Ten
     if slots.dora is None:
         return y, slots.lora_B
     gain = slots.gain()
-    rows = slots.lora_B.shape[0] // gain.shape[0]
-    return lift(y, gain, base), slots.lora_B * gain.repeat_interleave(rows, dim=0)
+    assert slots.owners is not None
+    return lift(y, gain, base), slots.lora_B * gain.index_select(0, slots.owners[0])
 
 
 def with_bias(slots: LoraSlots, y: Tensor) -> Tensor:

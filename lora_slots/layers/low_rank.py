@@ -32,6 +32,8 @@ class MatrixSlots(LoraSlots):
         """
         if not torch.compiler.is_compiling():
             watch.notify(self)
+        if not self.low_rank:
+            return parameter
         with torch.autocast(parameter.device.type, enabled=False):
             return add_product(parameter, self.lora_B.t(), self.lora_A, self.scaling)
 
@@ -57,6 +59,8 @@ class ExpertSlots(LoraSlots):
         """
         if not torch.compiler.is_compiling():
             watch.notify(self)
+        if not self.low_rank:
+            return parameter
         with torch.autocast(parameter.device.type, enabled=False):
             B, A = factors(parameter, self.lora_B.t(), self.lora_A, self.scaling)
             experts, ranks = parameter.shape[0], len(A)
