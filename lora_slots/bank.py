@@ -96,10 +96,10 @@ class Bank:
         """What ``slot`` holds."""
         return self._state.held[slot]
 
-    @property
-    def spare(self) -> tuple[Tensor, ...]:
+    def take_spare(self) -> tuple[Tensor, ...]:
         """Host memory of the adapter that was overwritten last, which nothing refers to now."""
-        return self._spare
+        spare, self._spare = self._spare, ()
+        return spare
 
     def write(self, slot: int, staged: StagedAdapter | None, weights: Mapping[int, float]) -> None:
         """Replace what ``slot`` holds, then set the weight of every slot.

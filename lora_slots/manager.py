@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import re
 import threading
-import time
-import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Self
 
 import torch
 from torch import nn
@@ -26,7 +22,6 @@ from lora_slots.bank import Bank
 from lora_slots.buckets import RankBuckets, bucket_sizes
 from lora_slots.choices import ALL_LINEAR, TargetModules
 from lora_slots.components import all_modules, components_of, parts_of, root_of, unwrap
-from lora_slots.compress import compress, rank_limit
 from lora_slots.errors import (
     ArgumentError,
     AttachError,
@@ -35,18 +30,15 @@ from lora_slots.errors import (
 )
 from lora_slots.fitting import fit
 from lora_slots.layers.watch import listen
-from lora_slots.reading import RawAdapter, Source, read_adapter
+from lora_slots.loading import CompressTo, Loader, Prepared
+from lora_slots.reading import RawAdapter, Source
 from lora_slots.report import ComponentStatus, LoadReport, ManagerStatus, SlotStatus
-from lora_slots.resolve import Adapter, resolve
 from lora_slots.roster import Roster
-from lora_slots.staged import StagedAdapter
-from lora_slots.staging import stage
 from lora_slots.survey import survey
 
 # An nn.Module, a mapping of names to modules, or a diffusers pipeline, which has no common base.
 Model = nn.Module | Mapping[str, nn.Module] | Any
 _ATTRIBUTE = "_lora_slots_manager"
-_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
 
 class SlotManager:
@@ -91,6 +83,9 @@ class SlotManager:
             them. Each number is one more graph, compiled at its first use (see `warmup`) and never
             again. Making an adapter active may then copy its rows to where they are seen. None: one
             graph, all rows.
+        cache_bytes: How many bytes of adapters to keep on the host as they are written into slots,
+            those used last, so that loading one again reads no file. A file is known by its path,
+            inode, size and time of change, and is read again whenever one of these is another.
 
     Raises:
         ArgumentError: An argument has no meaning.
@@ -113,6 +108,7 @@ class SlotManager:
         token_rows: int = 0,
         full_modules: Collection[str] = (),
         rank_buckets: RankBuckets = None,
+        cache_bytes: int = 0,
     ) -> None:
         """Attach slots to ``model``; see the class."""
         _check_count("max_rank", max_rank)
@@ -121,8 +117,8 @@ class SlotManager:
             raise ArgumentError(
                 f"dtype must be a floating-point torch.dtype of at least 16 bits, got {dtype!r}"
             )
-        if isinstance(token_rows, bool) or not isinstance(token_rows, int) or token_rows < 0:
-            raise ArgumentError(f"token_rows must be a whole number from 0, got {token_rows!r}")
+        _check_count("token_rows", token_rows, least=0)
+        _check_count("cache_bytes", cache_bytes, least=0)
         if target_modules is None:
             raise ArgumentError("target_modules must be a string or a collection, got None")
         buckets = bucket_sizes(rank_buckets, num_slots * max_rank)
@@ -146,6 +142,7 @@ class SlotManager:
         self._modules = tuple(root.modules())
         self._layout = layout
         self._bank = Bank(layout, max_rank=max_rank, num_slots=num_slots, buckets=buckets)
+        self._loader = Loader(layout, max_rank=max_rank, cache_bytes=cache_bytes)
         self._roster = Roster(num_slots)
         self._lock = threading.RLock()
         # On the model, so that copies and pickles of it bring their manager along.
@@ -209,7 +206,7 @@ class SlotManager:
         weight: float | None = None,
         activate: bool | None = None,
         strict: bool = True,
-        compress_to: int | Literal["max_rank"] | None = None,
+        compress_to: CompressTo = None,
     ) -> LoadReport:
         """Copy an adapter into a slot. Never recompiles; a failure changes nothing.
 
@@ -237,14 +234,14 @@ class SlotManager:
             ArgumentError: The name, the weight or ``compress_to`` has no meaning.
             AttachError: The manager was detached, or the model is in a state that ignores slots.
         """
-        started = time.perf_counter()
-        adapter = self._resolve(source, adapter_name, strict, compress_to)
+        prepared = self._prepare(source, adapter_name, strict, compress_to, reuse=True)
         with self._lock:
-            staged, slot = self._stage(adapter, adapter_name)
+            self._check_usable()
+            slot = self._roster.slot_for(adapter_name)
             roster = self._roster.with_loaded(adapter_name, weight=weight, activate=activate)
-            self._bank.write(slot, staged, roster.slot_weights())
+            self._bank.write(slot, prepared.staged, roster.slot_weights())
             self._roster = roster
-            return _report(adapter, staged, adapter_name, slot, started)
+            return prepared.report(adapter_name, slot)
 
     def check(
         self,
@@ -252,14 +249,13 @@ class SlotManager:
         adapter_name: str = "default",
         *,
         strict: bool = True,
-        compress_to: int | Literal["max_rank"] | None = None,
+        compress_to: CompressTo = None,
     ) -> LoadReport:
         """What `load` would report, or the error it would raise. Writes nothing."""
-        started = time.perf_counter()
-        adapter = self._resolve(source, adapter_name, strict, compress_to)
+        prepared = self._prepare(source, adapter_name, strict, compress_to)
         with self._lock:
-            staged, slot = self._stage(adapter, adapter_name)
-            return _report(adapter, staged, adapter_name, slot, started)
+            self._check_usable()
+            return prepared.report(adapter_name, self._roster.slot_for(adapter_name))
 
     def unload(self, adapter_name: str) -> None:
         """Empty the adapter's slot; the output is exactly what it was without it.
@@ -419,7 +415,7 @@ class SlotManager:
                 del vars(owner)[_ATTRIBUTE]
             self._roster = Roster(self._bank.num_slots)
             # A manager that is kept around keeps no buffers and no host copies alive.
-            del self._bank, self._layout, self._modules
+            del self._bank, self._layout, self._loader, self._modules
 
     def __getstate__(self) -> dict[str, object]:
         """Copies and pickles get a lock of their own."""
@@ -439,40 +435,23 @@ class SlotManager:
             f"num_slots={self._bank.num_slots}, loaded={list(self.loaded_adapters)})"
         )
 
-    def _resolve(
+    def _prepare(
         self,
         source: Source | RawAdapter,
         adapter_name: str,
         strict: bool,
-        compress_to: int | Literal["max_rank"] | None,
-    ) -> Adapter:
-        """The part of a load that touches no state, and so needs no lock."""
+        compress_to: CompressTo,
+        *,
+        reuse: bool = False,
+    ) -> Prepared:
+        """The part of a load that writes nothing, and so needs no lock."""
         self._check_usable()
         refusals.refuse_freezing(self._modules)
         refusals.refuse_fast_path(self._layout)
         refusals.refuse_fused_projections(self._modules, self._layout)
         self._roster.slot_for(adapter_name)  # an error here saves the reading
-        rank = rank_limit(compress_to, self._bank.max_rank)
-        raw = source if isinstance(source, RawAdapter) else read_adapter(source)
-        adapter = resolve(raw, self._layout, strict=strict)
-        self._warn_of_other_base(adapter)
-        return adapter if rank is None else compress(adapter, rank, self._layout)
-
-    def _stage(self, adapter: Adapter, adapter_name: str) -> tuple[StagedAdapter, int]:
-        """The rest of what can fail before the writing; the bank's spare memory is overwritten."""
-        self._check_usable()
-        bank = self._bank
-        staged = stage(adapter, self._layout, max_rank=bank.max_rank, spare=bank.spare)
-        return staged, self._roster.slot_for(adapter_name)
-
-    def _warn_of_other_base(self, adapter: Adapter) -> None:
-        ours, theirs = self._layout.model_name, adapter.base_model
-        hub_ids = [n for n in (ours, theirs) if _HUB_ID.fullmatch(n) and not Path(n).exists()]
-        if len(hub_ids) == 2 and ours.lower() != theirs.lower():
-            warnings.warn(
-                f"adapter {adapter.source} was trained on {theirs}, but this model is {ours}",
-                stacklevel=4,
-            )
+        spare = self._bank.take_spare if reuse else tuple
+        return self._loader.prepare(source, strict=strict, compress_to=compress_to, spare=spare)
 
     def _update(self, change: Callable[[Roster], Roster]) -> None:
         with self._lock:
@@ -509,23 +488,6 @@ def _describe(root: nn.Module) -> str:
     )
 
 
-def _report(
-    adapter: Adapter, staged: StagedAdapter, adapter_name: str, slot: int, started: float
-) -> LoadReport:
-    return LoadReport(
-        adapter_name=adapter_name,
-        slot=slot,
-        source=adapter.source,
-        rank=max(staged.ranks),
-        modules=tuple(module.path for module in adapter.modules),
-        skipped=adapter.skipped,
-        scaling={m.path: m.scaling for m in adapter.modules if m.lora_A is not None},
-        nbytes=staged.nbytes,
-        seconds=time.perf_counter() - started,
-        compressed=adapter.compressed,
-    )
-
-
-def _check_count(name: str, value: object) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ArgumentError(f"{name} must be a whole number from 1, got {value!r}")
+def _check_count(name: str, value: object, *, least: int = 1) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ArgumentError(f"{name} must be a whole number from {least}, got {value!r}")

@@ -26,6 +26,7 @@ class LoadReport:
         seconds: How long it took, reading included.
         compressed: The modules that ``compress_to`` truncated, each with the relative error of its
             update in the Frobenius norm.
+        cached: Whether it was on the host already, so that no file was read.
     """
 
     adapter_name: str
@@ -38,6 +39,7 @@ class LoadReport:
     nbytes: int
     seconds: float
     compressed: Mapping[str, float] = field(default_factory=dict)
+    cached: bool = False
 
     def __str__(self) -> str:
         """One line, one more for what was compressed, and one more per skipped key."""

@@ -82,8 +82,8 @@ def take_tokens(
         UnsupportedAdapterError: There is no room for them, if ``strict``.
     """
     keys = [key for key in extras if _module(key)]
-    indices = (raw.config or {}).get(_KEY)
     skipped = []
+    indices = next((config[_KEY] for config in raw.all_configs if config.get(_KEY)), None)
     if indices and not keys:
         reason = f"its config says {_KEY}={indices!r}, but no tensor holds the rows"
         if strict:
@@ -102,7 +102,7 @@ def take_tokens(
                 )
             skipped.append((key, f"trained token rows, {problem}"))
             continue
-        ids = _ids(indices, match[1], key, raw)
+        ids = _ids(match[1], key, raw)
         _check(rows, ids, target, key, raw)
         new = {"token_ids": torch.tensor(ids)[:, None] + 1, "token_rows": rows}
         if not _same(found.setdefault(match[0], new), new):
@@ -136,18 +136,20 @@ def _lack_of_room(rows: Tensor, target: Target | None, layout: Layout) -> str:
     return f"but token_rows is {room}; build the SlotManager with token_rows={len(rows)}"
 
 
-def _ids(indices: Any, name: str, key: str, raw: RawAdapter) -> list[int]:
+def _ids(name: str, key: str, raw: RawAdapter) -> list[int]:
     """The ids of the tokens whose rows are trained in the module ``name``."""
-    if isinstance(indices, Mapping):
+    given: Any = (raw.config_of(_module(key)) or {}).get(_KEY)
+    ids = given
+    if isinstance(given, Mapping):
         # PEFT lets any end of a module's name stand for it.
-        names = [end for end in indices if name.endswith(str(end))]
-        indices = indices[max(names, key=len)] if names else None
-    if not isinstance(indices, Iterable) or not all(_is_id(token) for token in indices):
+        ends = [end for end in given if name.endswith(str(end))]
+        ids = given[max(ends, key=len)] if ends else None
+    if not isinstance(ids, Iterable) or not all(map(_is_id, ids)):
         raise AdapterFileError(
             f"{key} of {raw.source} has trained token rows, so {_KEY} in its config must give the "
-            f"ids of their tokens, got {(raw.config or {}).get(_KEY)!r}"
+            f"ids of their tokens, got {given!r}"
         )
-    return list(indices)
+    return list(ids)
 
 
 def _is_id(token: object) -> bool:

@@ -11,6 +11,8 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from toys import TOKENS, WEIGHTS, write_adapter, write_folder
 
+from lora_slots import RawAdapter, SlotManager, read_adapter
+
 VOCABULARY = 128
 SMALL = {
     "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2,
@@ -83,3 +85,20 @@ def write_tokens(
         for key, tensor in load_file(path / WEIGHTS).items()
     }
     return write_folder(path, tensors, None)
+
+
+def token_rows(ids: Any, rows: Tensor, **more: Tensor) -> RawAdapter:
+    """Trained rows for ``embed_tokens`` of `Plain`, and a LoRA that does nothing."""
+    tensors = {
+        "embed_tokens.token_adapter.trainable_tokens_delta": rows,
+        "embed_tokens.lora_embedding_A": torch.zeros(1, VOCABULARY),
+        "embed_tokens.lora_embedding_B": torch.zeros(16, 1),
+    }
+    return read_adapter(tensors | more, {"r": 1, "lora_alpha": 1, "trainable_token_indices": ids})
+
+
+def plain_with_room(**options: Any) -> tuple[Plain, SlotManager]:
+    model = Plain(**options)
+    return model, SlotManager(
+        model, max_rank=2, num_slots=2, target_modules=["embed_tokens"], token_rows=3
+    )

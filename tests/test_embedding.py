@@ -63,8 +63,9 @@ def test_an_embedding_with_an_adapter_is_pefts(name: str, use_dora: bool, tmp_pa
     assert torch.equal(run(model), base)
 
 
-@pytest.mark.parametrize("norm_type", [2.0, 1.0])
-def test_max_norm_bounds_the_rows_of_lora_A_as_in_peft(norm_type: float, tmp_path: Path):
+@pytest.mark.parametrize("buckets", [None, "auto"])
+@pytest.mark.parametrize("norm_type", [2.0, 1.0, float("inf")])
+def test_max_norm_bounds_the_rows_of_lora_A_as_in_peft(norm_type: float, buckets, tmp_path: Path):
     def make() -> nn.Module:
         return Plain(max_norm=1.5, norm_type=norm_type)
 
@@ -73,7 +74,9 @@ def test_max_norm_bounds_the_rows_of_lora_A_as_in_peft(norm_type: float, tmp_pat
             tmp_path / name, make(), seed=seed, r=3, lora_alpha=6, target_modules=["embed_tokens"]
         )
     model = make()
-    manager = SlotManager(model, max_rank=4, num_slots=2, target_modules=["embed_tokens"])
+    manager = SlotManager(
+        model, max_rank=4, num_slots=2, target_modules=["embed_tokens"], rank_buckets=buckets
+    )
     expected = peft_model(make(), tmp_path / "a", adapter_name="a")
     expected.load_adapter(tmp_path / "b", "b")
     expected.base_model.set_adapter(["a", "b"])

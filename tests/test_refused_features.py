@@ -26,6 +26,7 @@ from toys import (
 
 from lora_slots import (
     SlotManager,
+    TargetMismatchError,
     UnsupportedAdapterError,
     read_adapter,
 )
@@ -220,7 +221,7 @@ def test_a_copy_of_the_base_weight_that_equals_it_is_ignored_and_reported(
     assert report.skipped == ((key, "equal to the model's own"),)
 
 
-# Layers that have no slots
+# Layers that are not among the targets, or cannot be
 
 
 class Mixed(nn.Module):
@@ -228,6 +229,7 @@ class Mixed(nn.Module):
         super().__init__()
         self.embed = nn.Embedding(9, 8)
         self.conv = nn.Conv2d(7, 5, 3)
+        self.up = nn.ConvTranspose2d(5, 7, 3)
         self.lin = nn.Linear(8, 6)
 
 
@@ -237,14 +239,15 @@ class Mixed(nn.Module):
 @pytest.mark.parametrize("beside", [[], ["lin"]], ids=["alone", "beside a linear layer"])
 # PEFT says that it will store the embeddings, too.
 @pytest.mark.filterwarnings("ignore:Setting `save_embedding_layers`:UserWarning")
-def test_adapters_on_layers_without_slots_are_refused_by_kind(
+def test_adapters_on_layers_that_are_no_targets_are_refused_with_the_remedy(
     target: str, kind: str, beside: list[str], tmp_path: Path
 ) -> None:
     path = write_adapter(tmp_path / "a", Mixed(), r=2, target_modules=[target, *beside])
     model = Mixed()
     manager = SlotManager(model, max_rank=4)
     before = Snapshot.of(manager, model)
-    with pytest.raises(UnsupportedAdapterError, match=f"{kind}"):
+    message = f"is {kind}, not one of the target modules.*build the SlotManager with target_modules"
+    with pytest.raises(TargetMismatchError, match=message):
         manager.load(path)
     before.assert_unchanged(manager, model)
     if beside:
@@ -252,3 +255,13 @@ def test_adapters_on_layers_without_slots_are_refused_by_kind(
         assert report.modules == ("lin",)
         assert report.skipped
         assert all(target in key and kind in reason for key, reason in report.skipped)
+
+
+def test_adapters_on_layers_that_take_none_are_refused_by_kind() -> None:
+    tensors = {
+        "up.lora_A.weight": torch.ones(2, 5, 3, 3),
+        "up.lora_B.weight": torch.ones(7, 2, 1, 1),
+    }
+    manager = SlotManager(Mixed(), max_rank=4)
+    with pytest.raises(UnsupportedAdapterError, match="ConvTranspose2d layers such as up have no"):
+        manager.load(read_adapter(tensors))

@@ -9,28 +9,27 @@ from typing import Any
 import pytest
 import torch
 from conv_nets import random
-from embedding_models import VOCABULARY, Plain, Scaled, gemma, llama, run, write_tokens
+from embedding_models import (
+    VOCABULARY,
+    Scaled,
+    gemma,
+    llama,
+    plain_with_room,
+    run,
+    token_rows,
+    write_tokens,
+)
 from torch import Tensor, nn
 from toys import (
     INDUCTOR_WARNING,
     TOKENS,
     CountingBackend,
-    Snapshot,
     peft_model,
     places,
     slot_buffers,
 )
 
-from lora_slots import (
-    AdapterFileError,
-    ArgumentError,
-    LoraSlotsError,
-    RawAdapter,
-    SlotManager,
-    TargetMismatchError,
-    UnsupportedAdapterError,
-    read_adapter,
-)
+from lora_slots import SlotManager, read_adapter
 
 CLOSE: dict[str, Any] = {"rtol": 1e-5, "atol": 1e-5}
 # Both are tokens of TOKENS.
@@ -113,30 +112,13 @@ def test_every_tied_embedding_of_an_encoder_and_a_decoder_follows(tmp_path: Path
     torch.testing.assert_close(logits(model), logits(peft_model(make(), tmp_path)), **CLOSE)
 
 
-def tokens(ids: Any, rows: Tensor, **more: Tensor) -> RawAdapter:
-    """Trained rows for ``embed_tokens`` of `Plain`, and a LoRA that does nothing."""
-    tensors = {
-        "embed_tokens.token_adapter.trainable_tokens_delta": rows,
-        "embed_tokens.lora_embedding_A": torch.zeros(1, VOCABULARY),
-        "embed_tokens.lora_embedding_B": torch.zeros(16, 1),
-    }
-    return read_adapter(tensors | more, {"r": 1, "lora_alpha": 1, "trainable_token_indices": ids})
-
-
-def plain(**options: Any) -> tuple[Plain, SlotManager]:
-    model = Plain(**options)
-    return model, SlotManager(
-        model, max_rank=2, num_slots=2, target_modules=["embed_tokens"], token_rows=3
-    )
-
-
 def test_two_adapters_add_their_changes_with_their_weights():
-    model, manager = plain()
+    model, manager = plain_with_room()
     base = run(model)
     rows = random(2, 16), random(2, 16, seed=1)
-    manager.load(tokens([5, 20], rows[0]), "a")
-    manager.load(tokens([20, 50], rows[1]), "b", activate=False)
-    at = {token: (TOKENS == token) for token in (5, 20, 50)}
+    manager.load(token_rows([5, 20], rows[0]), "a")
+    manager.load(token_rows([20, 50], rows[1]), "b", activate=False)
+    at = {token: (token == TOKENS) for token in (5, 20, 50)}
     expected = base.clone()
     expected[at[5]], expected[at[20]] = rows[0]
     # A weight of 1 puts the very rows in the place of the model's.
@@ -153,11 +135,11 @@ def test_two_adapters_add_their_changes_with_their_weights():
 
 
 def test_a_low_rank_update_of_another_adapter_comes_on_top():
-    model, manager = plain(cls=Scaled)
+    model, manager = plain_with_room(cls=Scaled)
     base, rows = run(model), random(1, 16)
     A, B = random(2, VOCABULARY), random(16, 2, seed=1)
     lora = {"embed_tokens.lora_embedding_A": A, "embed_tokens.lora_embedding_B": B}
-    manager.load(tokens([5], rows), "rows")
+    manager.load(token_rows([5], rows), "rows")
     manager.load(read_adapter(lora), "lora")
     manager.set_adapters(["rows", "lora"])
     expected = torch.where((TOKENS == 5)[..., None], 4.0 * rows[0], base)
@@ -211,85 +193,6 @@ def test_a_model_that_does_not_name_its_embeddings_gives_room_to_all_of_them():
     assert model.token.lora_slots.token_rows.shape == model.kind.lora_slots.token_rows.shape
     # Like PEFT: nothing says that the head is tied.
     assert model.head.lora_slots.token_rows is None
-
-
-def test_room_that_no_embedding_can_take_is_refused():
-    with pytest.raises(TargetMismatchError, match="token_rows=2 gives room to embeddings, but"):
-        SlotManager(nn.Sequential(nn.Linear(4, 4)), max_rank=2, token_rows=2)
-
-
-@pytest.mark.parametrize("value", [-1, 2.0, True, "2"])
-def test_room_must_be_a_whole_number(value: Any):
-    with pytest.raises(ArgumentError, match="token_rows must be a whole number from 0"):
-        SlotManager(Plain(), max_rank=2, target_modules=["embed_tokens"], token_rows=value)
-
-
-ROWS = random(2, 16)
-REFUSED: dict[str, tuple[RawAdapter, type[LoraSlotsError], str]] = {
-    "too many": (
-        tokens([1, 2, 3, 4], random(4, 16)), UnsupportedAdapterError,
-        "has 4 trained token rows for embed_tokens, but token_rows is 3; build the SlotManager "
-        "with token_rows=4",
-    ),
-    "no ids": (tokens(None, ROWS), AdapterFileError, "must give the ids of their tokens"),
-    "ids for another module": (
-        tokens({"wte": LIST}, ROWS), AdapterFileError, "must give the ids .*'wte'"
-    ),
-    "ids that are none": (tokens([5, -1], ROWS), AdapterFileError, "must give the ids"),
-    "an id twice": (tokens([5, 5], ROWS), AdapterFileError, r"names a token twice: \[5, 5\]"),
-    "rows for other ids": (
-        tokens([5], ROWS), AdapterFileError, r"one row for each of the 1 tokens .* \(2, 16\)"
-    ),
-    "an id beyond the vocabulary": (
-        tokens([5, 128], ROWS), TargetMismatchError, "has 128 rows of 16, but .* tokens up to 128"
-    ),
-    "another width": (
-        tokens(LIST, random(2, 15)), TargetMismatchError, "128 rows of 16, but .* has rows of 15"
-    ),
-    "rows that are not finite": (
-        tokens(LIST, ROWS / 0), AdapterFileError, "token_rows of embed_tokens .* 32 NaN or inf"
-    ),
-    "rows of a module that has no room": (
-        read_adapter(
-            {"other.token_adapter.trainable_tokens_delta": ROWS} | dict(tokens(None, ROWS).tensors),
-            {"r": 1, "lora_alpha": 1, "trainable_token_indices": LIST},
-        ),
-        UnsupportedAdapterError, "for other, but only embed_tokens have room for them",
-    ),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize(("source", "error", "message"), REFUSED.values(), ids=REFUSED.keys())
-def test_rows_that_do_not_fit_are_refused_and_change_nothing(source, error, message):
-    model, manager = plain()
-    manager.load(tokens([7, 9, 11], random(3, 16, seed=4)))
-    before = Snapshot.of(manager, model)
-    for attempt in (manager.check, manager.load):
-        with pytest.raises(error, match=message):
-            attempt(source)
-        before.assert_unchanged(manager, model)
-
-
-def test_without_room_a_file_is_refused_with_the_remedy_or_loaded_without_its_rows(tmp_path: Path):
-    write_tokens(tmp_path, llama, LIST)
-    model = llama()
-    manager = SlotManager(model, max_rank=2)
-    message = "has 2 trained token rows .* but token_rows is 0; build .* with token_rows=2"
-    with pytest.raises(UnsupportedAdapterError, match=message):
-        manager.load(tmp_path)
-    ((key, reason),) = manager.load(tmp_path, strict=False).skipped
-    assert key.endswith("embed_tokens.token_adapter.trainable_tokens_delta")
-    assert reason.startswith("trained token rows, but token_rows is 0")
-
-
-def test_indices_without_rows_are_an_incomplete_file():
-    _, manager = plain()
-    whole = tokens(LIST, ROWS)
-    kept = {key: tensor for key, tensor in whole.tensors.items() if "lora_" in key}
-    source = RawAdapter(whole.source, kept, whole.config)
-    with pytest.raises(AdapterFileError, match=r"trainable_token_indices=\[5, 20\], but no tensor"):
-        manager.load(source)
-    assert "trainable_token_indices" in dict(manager.load(source, strict=False).skipped)
 
 
 @pytest.mark.compile

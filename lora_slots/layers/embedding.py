@@ -49,12 +49,18 @@ class EmbeddingSlots(LoraSlots):
         else:
             h = F.embedding(x, self.lora_A.t())
             if base.max_norm is not None:
-                by_slot = h.view(*x.shape, self.num_slots, -1)
-                h = _bounded(by_slot, base).flatten(-2)
+                h = self._bounded_by_slot(h, base)
             total = add_rows(self, y, h, base, self.scaling * scale)
         if self.token_rows is not None:
             total = replace_rows(self, x, y, total, lambda rows: _bounded(rows, base) * scale)
         return total
+
+    def _bounded_by_slot(self, h: Tensor, base: nn.Embedding) -> Tensor:
+        """``h [..., R]`` with the share of each slot scaled down to ``base.max_norm``."""
+        assert self.owners is not None
+        slots = torch.arange(self.num_slots, device=h.device).unsqueeze(1)
+        shares = torch.where(self.owners == slots, h.unsqueeze(-2), 0)
+        return _bounded(shares, base).sum(-2)
 
 
 def _scale(base: nn.Embedding, dtype: torch.dtype) -> Tensor | float:
@@ -86,7 +92,10 @@ def _shape(module: nn.Embedding) -> tuple[tuple[int, ...], int]:
 
 def _make(module: nn.Embedding, sizes: SlotSizes) -> EmbeddingSlots:
     rows, width = module.num_embeddings, module.embedding_dim
-    return EmbeddingSlots(rows, width, sizes, token_width=width)
+    slots = EmbeddingSlots(rows, width, sizes, token_width=width)
+    if module.max_norm is not None and slots.low_rank and slots.owners is None:
+        slots.add_buffer("owners", 1, sizes.num_slots * sizes.max_rank, sizes, torch.int64)
+    return slots
 
 
 def _weight(module: Any) -> Tensor:

@@ -1,0 +1,120 @@
+"""A host cache of staged adapters, the least recently used out first."""
+
+from __future__ import annotations
+
+import os
+from collections import OrderedDict
+from collections.abc import Hashable
+from dataclasses import dataclass
+from typing import Any
+
+from lora_slots.layers import SlotLayer
+from lora_slots.layout import Layout
+from lora_slots.reading.folders import CONFIG_NAME, locate
+from lora_slots.report import LoadReport
+from lora_slots.staged import StagedAdapter
+
+# Rows that were computed from the base weights as they were.
+_FROM_BASE = frozenset({"dora", "full", "lora_bias"})
+
+
+@dataclass(frozen=True, eq=False)
+class Cached:
+    """What a load of a file came to.
+
+    Attributes:
+        staged: The adapter.
+        report: The report of that load.
+        base: The state of the base weights that it was computed from.
+    """
+
+    staged: StagedAdapter
+    report: LoadReport
+    base: Hashable
+
+
+class StagedCache:
+    """Staged adapters by the identity of the file they were read from.
+
+    Args:
+        limit: How many bytes to keep at most; 0 keeps nothing.
+    """
+
+    def __init__(self, limit: int) -> None:
+        """Start empty."""
+        self.limit = limit
+        self.nbytes = 0
+        self._entries: OrderedDict[Hashable, Cached] = OrderedDict()
+
+    def __len__(self) -> int:
+        """How many adapters are kept."""
+        return len(self._entries)
+
+    def get(self, key: Hashable, layout: Layout) -> Cached | None:
+        """What is kept for ``key``, if the base weights that it depends on are as they were."""
+        entry = None if key is None else self._entries.get(key)
+        if entry is None:
+            return None
+        if entry.base != base_state(entry.staged, layout):
+            self._drop(key)
+            return None
+        self._entries.move_to_end(key)
+        return entry
+
+    def put(self, key: Hashable, entry: Cached) -> None:
+        """Keep an adapter, and let go of those not used for longest until all fit."""
+        if key is None or entry.staged.nbytes > self.limit:
+            return
+        self._drop(key)
+        self._entries[key] = entry
+        self.nbytes += entry.staged.nbytes
+        while self.nbytes > self.limit:
+            self._drop(next(iter(self._entries)))
+
+    def _drop(self, key: Hashable) -> None:
+        entry = self._entries.pop(key, None)
+        if entry is not None:
+            self.nbytes -= entry.staged.nbytes
+
+
+def identity(source: object) -> Hashable:
+    """What tells whether a file, or the config beside it, is another one than before.
+
+    None where there is no file to look at: for tensors in memory, and for hub ids.
+
+    Raises:
+        AdapterFileError: As `read_adapter` does for a path that means no file.
+    """
+    if not isinstance(source, str | os.PathLike) or not os.path.exists(source):
+        return None
+    weights = locate(os.fspath(source))
+    beside = os.path.join(os.path.dirname(weights), CONFIG_NAME)
+    # How it was asked for is part of it: a report repeats that.
+    return os.fspath(source), _stat(weights), _stat(beside), SlotLayer.generation
+
+
+def _stat(path: str) -> Hashable:
+    try:
+        stat = os.stat(path)
+    except OSError:
+        return None
+    return path, stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns
+
+
+def base_state(staged: StagedAdapter, layout: Layout) -> Hashable:
+    """Changes whenever a base weight that the rows of ``staged`` were computed from does.
+
+    It sees what torch counts: in-place operations and new parameters, not writes through ``.data``.
+    """
+    names = _FROM_BASE.intersection(staged.rows)
+    targets = sorted({target for name in names for target in staged.rows[name].targets})
+    return tuple(
+        (id(parameter), _version(parameter))
+        for target in targets
+        for parameter in layout.targets[target].module.parameters(recurse=False)
+    )
+
+
+def _version(parameter: Any) -> object:
+    # Inference tensors count nothing, and so are never taken for what they were.
+    return object() if parameter.is_inference() else parameter._version

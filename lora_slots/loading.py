@@ -1,0 +1,131 @@
+"""The part of a load before anything is written: a path -> StagedAdapter, and what to report."""
+
+from __future__ import annotations
+
+import re
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+from torch import Tensor
+
+from lora_slots.cache import Cached, StagedCache, base_state, identity
+from lora_slots.compress import compress, rank_limit
+from lora_slots.layout import Layout
+from lora_slots.reading import RawAdapter, Source, read_adapter
+from lora_slots.report import LoadReport
+from lora_slots.resolve import Adapter, resolve
+from lora_slots.staged import StagedAdapter
+from lora_slots.staging import stage
+
+CompressTo = int | Literal["max_rank"] | None
+_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+
+
+@dataclass(frozen=True, eq=False)
+class Prepared:
+    """An adapter that is ready to be written.
+
+    Attributes:
+        staged: What to write.
+        started: When the load began, by `time.perf_counter`.
+        cached: Whether the file was not read again.
+    """
+
+    staged: StagedAdapter
+    started: float
+    cached: bool
+    _report: LoadReport
+
+    def report(self, adapter_name: str, slot: int) -> LoadReport:
+        """The report of a load that ends now."""
+        seconds = time.perf_counter() - self.started
+        return replace(
+            self._report, adapter_name=adapter_name, slot=slot, seconds=seconds, cached=self.cached
+        )
+
+
+class Loader:
+    """Reads, resolves and stages adapters for one model; keeps what it staged, if asked to.
+
+    Args:
+        layout: The target modules, with slots attached.
+        max_rank: The largest rank of an adapter.
+        cache_bytes: How many bytes of staged adapters to keep on the host.
+    """
+
+    def __init__(self, layout: Layout, *, max_rank: int, cache_bytes: int) -> None:
+        """Start with an empty cache."""
+        self.cache = StagedCache(cache_bytes)
+        self._layout = layout
+        self._max_rank = max_rank
+
+    def prepare(
+        self,
+        source: Source | RawAdapter,
+        *,
+        strict: bool,
+        compress_to: CompressTo,
+        spare: Callable[[], Sequence[Tensor]] = tuple,
+    ) -> Prepared:
+        """Do all of a load that can fail, but for finding a slot. Writes nothing into the model.
+
+        Args:
+            source: As for `SlotManager.load`.
+            strict: As for `SlotManager.load`.
+            compress_to: As for `SlotManager.load`.
+            spare: Gives host memory that may be overwritten and kept.
+
+        Raises:
+            LoraSlotsError: As `SlotManager.load` does.
+        """
+        started = time.perf_counter()
+        rank = rank_limit(compress_to, self._max_rank)
+        key = self._key(source, strict, rank)
+        known = self.cache.get(key, self._layout)
+        if known is not None:
+            return Prepared(known.staged, started, True, known.report)
+        raw = source if isinstance(source, RawAdapter) else read_adapter(source)
+        adapter = resolve(raw, self._layout, strict=strict)
+        self._warn_of_other_base(adapter)
+        if rank is not None:
+            adapter = compress(adapter, rank, self._layout)
+        # What is cached must not be overwritten, so that there is nothing to spare.
+        memory = () if self.cache.limit else spare()
+        staged = stage(adapter, self._layout, max_rank=self._max_rank, spare=memory)
+        prepared = Prepared(staged, started, False, _report(adapter, staged))
+        if key is not None and key == self._key(source, strict, rank):
+            base = base_state(staged, self._layout)
+            self.cache.put(key, Cached(staged, _report(adapter, staged), base))
+        return prepared
+
+    def _key(self, source: Source | RawAdapter, strict: bool, rank: int | None) -> object:
+        file = identity(source) if self.cache.limit else None
+        return None if file is None else (file, bool(strict), rank)
+
+    def _warn_of_other_base(self, adapter: Adapter) -> None:
+        ours, theirs = self._layout.model_name, adapter.base_model
+        hub_ids = [n for n in (ours, theirs) if _HUB_ID.fullmatch(n) and not Path(n).exists()]
+        if len(hub_ids) == 2 and ours.lower() != theirs.lower():
+            warnings.warn(
+                f"adapter {adapter.source} was trained on {theirs}, but this model is {ours}",
+                stacklevel=4,
+            )
+
+
+def _report(adapter: Adapter, staged: StagedAdapter) -> LoadReport:
+    return LoadReport(
+        adapter_name="",
+        slot=-1,
+        source=adapter.source,
+        rank=max(staged.ranks),
+        modules=tuple(module.path for module in adapter.modules),
+        skipped=adapter.skipped,
+        scaling={m.path: m.scaling for m in adapter.modules if m.lora_A is not None},
+        nbytes=staged.nbytes,
+        seconds=0.0,
+        compressed=adapter.compressed,
+    )
