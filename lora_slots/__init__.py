@@ -13,7 +13,7 @@ from lora_slots.errors import (
     UnknownAdapterError,
     UnsupportedAdapterError,
 )
-from lora_slots.inspecting import inspect_adapter
+from lora_slots.inspecting.inspecting import inspect_adapter
 from lora_slots.manager import SlotManager
 from lora_slots.reading import RawAdapter, read_adapter
 from lora_slots.report import AdapterInfo, ComponentStatus, LoadReport, ManagerStatus, SlotStatus

@@ -12,7 +12,7 @@ from lora_slots.layers import SlotLayer
 from lora_slots.layout import Layout
 from lora_slots.reading.folders import CONFIG_NAME, locate
 from lora_slots.report import LoadReport
-from lora_slots.staged import StagedAdapter
+from lora_slots.staging.staged import StagedAdapter
 
 # Rows that were computed from the base weights as they were.
 _FROM_BASE = frozenset({"dora", "full", "lora_bias"})

@@ -12,7 +12,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from lora_slots.components import parts_of, split_component
+from lora_slots.attach.components import parts_of, split_component
 from lora_slots.layers import LayerKind, SlotLayer
 from lora_slots.layers.parameter import ParameterSlots, own_parameter
 from lora_slots.layers.quantized import stored_weight

@@ -13,13 +13,13 @@ from typing import Literal
 from torch import Tensor
 
 from lora_slots.cache import Cached, StagedCache, base_state, identity
-from lora_slots.compress import compress, rank_limit
 from lora_slots.layout import Layout
 from lora_slots.reading import RawAdapter, Source, read_adapter
 from lora_slots.report import LoadReport
-from lora_slots.resolve import Adapter, resolve
-from lora_slots.staged import StagedAdapter
-from lora_slots.staging import stage
+from lora_slots.resolve.resolving import Adapter, resolve
+from lora_slots.staging.compress import compress, rank_limit
+from lora_slots.staging.stage import stage
+from lora_slots.staging.staged import StagedAdapter
 
 CompressTo = int | Literal["max_rank"] | None
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")

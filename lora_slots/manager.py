@@ -10,31 +10,31 @@ from typing import Any, Self
 import torch
 from torch import nn
 
-from lora_slots import refusals
-from lora_slots.attach import (
+from lora_slots.attach import refusals
+from lora_slots.attach.attaching import (
     SlotOptions,
     attach,
     can_compute,
     detach,
     warn_if_compiled,
 )
-from lora_slots.bank import Bank
-from lora_slots.buckets import RankBuckets, bucket_sizes
-from lora_slots.choices import ALL_LINEAR, TargetModules
-from lora_slots.components import all_modules, components_of, parts_of, root_of, unwrap
+from lora_slots.attach.choices import ALL_LINEAR, TargetModules
+from lora_slots.attach.components import all_modules, components_of, parts_of, root_of, unwrap
+from lora_slots.attach.survey import survey
+from lora_slots.bank.bank import Bank
+from lora_slots.bank.buckets import RankBuckets, bucket_sizes
 from lora_slots.errors import (
     ArgumentError,
     AttachError,
     NotAttachedError,
     TargetMismatchError,
 )
-from lora_slots.fitting import fit
+from lora_slots.inspecting.fitting import fit
 from lora_slots.layers.watch import listen
 from lora_slots.loading import CompressTo, Loader, Prepared
 from lora_slots.reading import RawAdapter, Source
 from lora_slots.report import ComponentStatus, LoadReport, ManagerStatus, SlotStatus
 from lora_slots.roster import Roster
-from lora_slots.survey import survey
 
 # An nn.Module, a mapping of names to modules, or a diffusers pipeline, which has no common base.
 Model = nn.Module | Mapping[str, nn.Module] | Any

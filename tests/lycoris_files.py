@@ -12,8 +12,8 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 
 from lora_slots import RawAdapter, read_adapter
-from lora_slots.pairing import pair_up, settle_scaling
-from lora_slots.settings import LoraSettings
+from lora_slots.resolve.pairing import pair_up, settle_scaling
+from lora_slots.resolve.settings import LoraSettings
 
 
 def write_peft(path: Path, model: nn.Module, config: PeftConfig, *, seed: int = 0) -> PeftModel:

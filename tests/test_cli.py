@@ -15,8 +15,8 @@ from adapter_files import write_file
 from toys import TOY_MODULES, WEIGHTS, pairs, tensors_of, toy_folder, write_folder
 from typer.testing import CliRunner
 
-from lora_slots.cli import main
-from lora_slots.commands import app
+from lora_slots.cli.__main__ import main
+from lora_slots.cli.commands import app
 
 
 def run(*arguments: object) -> tuple[int, str]:
@@ -191,7 +191,7 @@ def test_the_module_runs_as_a_program(
     adapter: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["lora-slots", "check", str(adapter), "--max-rank", "3"])
-    monkeypatch.delitem(sys.modules, "lora_slots.cli", raising=False)
+    monkeypatch.delitem(sys.modules, "lora_slots.cli.__main__", raising=False)
     with pytest.raises(SystemExit) as exit_:
         runpy.run_module("lora_slots.cli", run_name="__main__")
     assert exit_.value.code == 1
@@ -202,7 +202,7 @@ def test_the_module_runs_as_a_program(
 def test_without_the_extra_it_says_what_to_install(
     missing: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.delitem(sys.modules, "lora_slots.commands")
+    monkeypatch.delitem(sys.modules, "lora_slots.cli.commands")
     monkeypatch.setitem(sys.modules, missing, None)
     with pytest.raises(SystemExit) as exit_:
         main()
@@ -216,14 +216,14 @@ def test_without_the_extra_it_says_what_to_install(
 def test_another_missing_module_is_not_blamed_on_the_extra(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.delitem(sys.modules, "lora_slots.commands")
-    monkeypatch.setitem(sys.modules, "lora_slots.planning", None)
+    monkeypatch.delitem(sys.modules, "lora_slots.cli.commands")
+    monkeypatch.setitem(sys.modules, "lora_slots.inspecting.planning", None)
     with pytest.raises(ModuleNotFoundError, match=r"lora_slots\.planning"):
         main()
 
 
 def test_the_commands_import_no_library_that_takes_seconds() -> None:
-    code = "import sys, lora_slots.commands as c; print(*sys.modules, sep='\\n')"
+    code = "import sys, lora_slots.cli.commands as c; print(*sys.modules, sep='\\n')"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     heavy = {"torch._dynamo", "torch._inductor", "peft", "transformers", "diffusers"}
     assert done.returncode == 0

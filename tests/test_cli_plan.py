@@ -15,7 +15,7 @@ from test_cli import damaged, run, run_json
 from toys import TOY_MODULES, pairs, tensors_of, toy, toy_folder, write_folder
 
 from lora_slots import SlotManager
-from lora_slots.planning import find_adapters, look_at, plan
+from lora_slots.inspecting.planning import find_adapters, look_at, plan
 
 Q = TOY_MODULES[0]
 

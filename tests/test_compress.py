@@ -32,9 +32,9 @@ from lora_slots import (
     inspect_adapter,
     read_adapter,
 )
-from lora_slots.compress import compress
-from lora_slots.resolve import Adapter, ModuleUpdate
-from lora_slots.survey import survey
+from lora_slots.attach.survey import survey
+from lora_slots.resolve.resolving import Adapter, ModuleUpdate
+from lora_slots.staging.compress import compress
 
 SMALL = st.integers(1, 5)
 # Of a layer; what its sizes are does not matter here.

@@ -10,10 +10,10 @@ from diffusers import FluxTransformer2DModel
 from diffusers.loaders import FluxLoraLoaderMixin
 from foreign_files import ForeignFile, assert_loads, flux, run_flux
 
-from lora_slots.fused import convert
-from lora_slots.pairing import pair_up, settle_scaling
+from lora_slots.attach.survey import survey
 from lora_slots.reading import read_adapter
-from lora_slots.survey import survey
+from lora_slots.resolve.fused import convert
+from lora_slots.resolve.pairing import pair_up, settle_scaling
 
 IMAGE = ("attn.to_q", "attn.to_k", "attn.to_v")
 TEXT = ("attn.add_q_proj", "attn.add_k_proj", "attn.add_v_proj")

@@ -159,9 +159,9 @@ def test_split_qkv_scales_by_the_rows_of_the_stored_A_and_warns(tmp_path: Path) 
 
 
 def test_bias_and_magnitude_are_cut_like_B() -> None:
-    from lora_slots.fused import convert
-    from lora_slots.pairing import pair_up
-    from lora_slots.survey import survey
+    from lora_slots.attach.survey import survey
+    from lora_slots.resolve.fused import convert
+    from lora_slots.resolve.pairing import pair_up
 
     A, B = dense()
     bias, magnitude = torch.arange(18.0), torch.arange(18.0) + 100
@@ -209,7 +209,7 @@ def test_every_class_and_every_loader_that_is_named_exists() -> None:
     import diffusers
     from diffusers.loaders import lora_pipeline
 
-    from lora_slots.converting import _LOADERS
+    from lora_slots.resolve.converting import _LOADERS
 
     assert all(hasattr(diffusers, name) for name in _LOADERS)
     assert all(hasattr(lora_pipeline, name) for name in _LOADERS.values())

@@ -23,9 +23,9 @@ from foreign_files import (
 from torch import nn
 
 from lora_slots import SlotManager, TargetMismatchError, UnsupportedAdapterError, read_adapter
-from lora_slots.fused import convert
-from lora_slots.pairing import pair_up
-from lora_slots.survey import survey
+from lora_slots.attach.survey import survey
+from lora_slots.resolve.fused import convert
+from lora_slots.resolve.pairing import pair_up
 
 IN_WAN_BLOCK = {
     f"{theirs}.{layer}": f"{ours}.{own}"

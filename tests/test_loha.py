@@ -31,7 +31,7 @@ from lora_slots import (
     inspect_adapter,
     read_adapter,
 )
-from lora_slots.pairing import pair_up
+from lora_slots.resolve.pairing import pair_up
 
 SIZES = st.integers(1, 7)
 

@@ -34,7 +34,7 @@ from lora_slots import (
     inspect_adapter,
     read_adapter,
 )
-from lora_slots.pairing import pair_up
+from lora_slots.resolve.pairing import pair_up
 
 SIZES = st.tuples(st.integers(1, 4), st.integers(1, 4))
 RANKS = st.none() | st.integers(1, 3)

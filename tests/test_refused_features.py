@@ -31,7 +31,7 @@ from lora_slots import (
     read_adapter,
 )
 from lora_slots.reading.configs import SCALING_KEYS
-from lora_slots.settings import _FEATURES, WHOLE_TENSOR_KEYS
+from lora_slots.resolve.settings import _FEATURES, WHOLE_TENSOR_KEYS
 
 PAIRS = pairs(dict.fromkeys(TOY_MODULES, 4), seed=1)
 CONFIG = {"r": 4, "lora_alpha": 8}
@@ -146,7 +146,7 @@ def test_a_tensor_that_changes_the_maths_is_refused_by_name(
 def test_pefts_own_dora_file_is_refused_even_without_its_config(tmp_path: Path) -> None:
     path = write_adapter(tmp_path / "dora", toy(), r=4, use_dora=True, target_modules=["q_proj"])
     (path / "adapter_config.json").unlink()
-    with pytest.raises(UnsupportedAdapterError, match="has DoRA at .* dora=True"):
+    with pytest.raises(UnsupportedAdapterError, match=r"has DoRA at .* dora=True"):
         SlotManager(toy(), max_rank=4).load(path, strict=False)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lora_slots.rows import free_rows, place
+from lora_slots.bank.rows import free_rows, place
 
 TOTAL = 64
 slots = st.integers(0, 5)

@@ -32,8 +32,8 @@ from lora_slots import (
     inspect_adapter,
     read_adapter,
 )
-from lora_slots.resolve import resolve
-from lora_slots.staging import StagedAdapter, stage
+from lora_slots.resolve.resolving import resolve
+from lora_slots.staging.stage import StagedAdapter, stage
 
 Change = Callable[[dict[str, Tensor]], None]
 LAST = f"base_model.model.{TOY_MODULES[-1]}"
@@ -258,7 +258,10 @@ def test_staged_tensors_are_rank_major_exact_casts_in_memory_of_their_own(
     adapter = staged(toy(), tensors, dtype=held)
     assert adapter.targets == (0, 1, 2, 3)
     assert adapter.ranks == tuple(ranks.values())
-    for rows, side, size in ((adapter.rows["lora_A"].rows, "A", 8), (adapter.rows["lora_B"].rows, "B", 6)):
+    for rows, side, size in (
+        (adapter.rows["lora_A"].rows, "A", 8),
+        (adapter.rows["lora_B"].rows, "B", 6),
+    ):
         for part, module in zip(rows, TOY_MODULES, strict=True):
             source = before[f"base_model.model.{module}.lora_{side}.weight"]
             assert part.shape == (ranks[module], size)
@@ -282,7 +285,9 @@ def test_staged_tensors_share_one_block_per_dtype_and_width() -> None:
             source = tensors[f"base_model.model.{module}.lora_{side}.weight"]
             assert torch.equal(part, (source if side == "A" else source.t()).to(part.dtype))
     shared = [
-        blocks_of(side[i : i + 2]) for side in (adapter.rows["lora_A"].rows, adapter.rows["lora_B"].rows) for i in (0, 2)
+        blocks_of(side[i : i + 2])
+        for side in (adapter.rows["lora_A"].rows, adapter.rows["lora_B"].rows)
+        for i in (0, 2)
     ]
     assert [len(blocks) for blocks in shared] == [1] * 4
     assert len(set.union(*shared)) == 4

@@ -9,13 +9,13 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from lora_slots.inspecting.needs import full_tensors, needs_of, whole_tensors
 from lora_slots.layout import PEFT_PREFIX, without_wrappers
-from lora_slots.needs import full_tensors, needs_of, whole_tensors
-from lora_slots.pairing import Pair, pair_up, read_settings, settle_scaling
 from lora_slots.reading import RawAdapter, Source, read_header
 from lora_slots.reading.keys import split_key
 from lora_slots.report import AdapterInfo, ModuleShape
-from lora_slots.settings import LoraSettings, whole_tensor_features
+from lora_slots.resolve.pairing import Pair, pair_up, read_settings, settle_scaling
+from lora_slots.resolve.settings import LoraSettings, whole_tensor_features
 
 # Unusual parts of an update, by how their names begin.
 _PARTS = {

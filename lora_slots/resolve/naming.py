@@ -9,8 +9,8 @@ from collections.abc import Iterable, Iterator
 from torch import nn
 
 from lora_slots.errors import TargetMismatchError
-from lora_slots.finding import Finder, Match, Name, plain
 from lora_slots.layout import PEFT_PREFIX, WRAPPER_SEGMENTS, Layout, without_wrappers
+from lora_slots.resolve.finding import Finder, Match, Name, plain
 
 # How files begin the names of a component's modules: kohya's trainers and those that write like
 # them, with the dots of a path as underscores; and with dots.

@@ -9,17 +9,17 @@ import torch
 from torch import Tensor
 
 from lora_slots.errors import AdapterFileError, TargetMismatchError, UnsupportedAdapterError
-from lora_slots.extras import take_extras
-from lora_slots.finding import Match
-from lora_slots.fused import convert, convert_extras
 from lora_slots.layout import Layout, Target, spellings
-from lora_slots.lycoris import expand, unflatten
-from lora_slots.naming import Naming
-from lora_slots.nesting import unnest
-from lora_slots.pairing import Pair, pair_up, read_settings, settle_scaling
 from lora_slots.reading import RawAdapter
-from lora_slots.renamed import with_fused_experts
-from lora_slots.tokens import take_tokens
+from lora_slots.resolve.extras import take_extras
+from lora_slots.resolve.finding import Match
+from lora_slots.resolve.fused import convert, convert_extras
+from lora_slots.resolve.lycoris import expand, unflatten
+from lora_slots.resolve.naming import Naming
+from lora_slots.resolve.nesting import unnest
+from lora_slots.resolve.pairing import Pair, pair_up, read_settings, settle_scaling
+from lora_slots.resolve.renamed import with_fused_experts
+from lora_slots.resolve.tokens import take_tokens
 
 _SAMPLES = 3
 

@@ -18,9 +18,9 @@ from lora_slots.errors import (
     UnsupportedAdapterError,
 )
 from lora_slots.layout import Layout
-from lora_slots.leftovers import Extra, Leftovers, is_replaced, read_extra
-from lora_slots.naming import Naming
 from lora_slots.reading import RawAdapter
+from lora_slots.resolve.leftovers import Extra, Leftovers, is_replaced, read_extra
+from lora_slots.resolve.naming import Naming
 
 # Tensors of features that would change the maths, by a piece of their names.
 _VARIANTS = {

@@ -12,10 +12,10 @@ from torch import Tensor, nn
 
 from lora_slots.errors import UnsupportedAdapterError
 from lora_slots.layout import Layout
-from lora_slots.naming import Naming, below
 from lora_slots.reading import RawAdapter
 from lora_slots.reading.keys import split_key
-from lora_slots.settings import whole_tensor_features
+from lora_slots.resolve.naming import Naming, below
+from lora_slots.resolve.settings import whole_tensor_features
 
 _SAMPLES = 3
 # What a part is added to.

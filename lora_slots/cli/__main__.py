@@ -8,7 +8,7 @@ import sys
 def main() -> None:
     """Run ``lora-slots``, or say in one sentence what to install for it."""
     try:
-        from lora_slots.commands import app
+        from lora_slots.cli.commands import app
     except ModuleNotFoundError as error:
         library = (error.name or "").partition(".")[0]
         if library not in ("typer", "rich"):

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lora_slots.errors import ArgumentError
 from lora_slots.layers import SlotLayer
-from lora_slots.staged import StagedAdapter
+from lora_slots.staging.staged import StagedAdapter
 
 Table = NDArray[np.float32] | NDArray[np.int64]
 _ALIGNED = 16  # elements

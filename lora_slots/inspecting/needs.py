@@ -8,10 +8,10 @@ from typing import Any
 from torch import Tensor
 
 from lora_slots.layout import PEFT_PREFIX, without_wrappers
-from lora_slots.pairing import Pair
 from lora_slots.reading import RawAdapter
 from lora_slots.reading.keys import split_key
-from lora_slots.tokens import token_needs
+from lora_slots.resolve.pairing import Pair
+from lora_slots.resolve.tokens import token_needs
 
 # The bias of a module, and what is added to it.
 _BIASES = ("bias", "diff_b", "b_norm")

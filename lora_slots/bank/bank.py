@@ -11,12 +11,12 @@ from typing import cast
 import torch
 from torch import Tensor
 
+from lora_slots.bank.rows import place
+from lora_slots.bank.steering import Steering, Table, Tables
 from lora_slots.layers import SlotLayer
 from lora_slots.layers.base import BY_RANK
 from lora_slots.layout import Layout
-from lora_slots.rows import place
-from lora_slots.staged import StagedAdapter, StagedRows
-from lora_slots.steering import Steering, Table, Tables
+from lora_slots.staging.staged import StagedAdapter, StagedRows
 
 _RECENT_TABLES = 16
 _GRANULE = 8

@@ -12,8 +12,8 @@ import typer
 from rich.console import Console, RenderableType
 from rich.progress import track
 
-from lora_slots import rendering
-from lora_slots.planning import AdapterRow, find_adapters, look_at, plan, why_refused
+from lora_slots.cli import rendering
+from lora_slots.inspecting.planning import AdapterRow, find_adapters, look_at, plan, why_refused
 
 app = typer.Typer(
     name="lora-slots",

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from lora_slots.errors import TargetMismatchError
 from lora_slots.layout import PEFT_PREFIX, Layout, spellings, without_wrappers
-from lora_slots.renamed import renaming_of
+from lora_slots.resolve.renamed import renaming_of
 
 # A level of CLIP's text encoder that transformers 5 removed from some of its classes.
 _TEXT_MODEL = "text_model"

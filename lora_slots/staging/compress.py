@@ -12,7 +12,7 @@ from torch import Tensor
 from lora_slots.errors import AdapterFileError, ArgumentError
 from lora_slots.layers.low_rank import expert_sizes
 from lora_slots.layout import Layout, Target
-from lora_slots.resolve import Adapter, ModuleUpdate
+from lora_slots.resolve.resolving import Adapter, ModuleUpdate
 
 
 def rank_limit(compress_to: int | Literal["max_rank"] | None, max_rank: int) -> int | None:

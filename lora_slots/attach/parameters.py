@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from torch import nn
 
-from lora_slots.components import split_component
+from lora_slots.attach.components import split_component
 from lora_slots.errors import ArgumentError, TargetMismatchError
 from lora_slots.layers.low_rank import low_rank_kind, takes_low_rank
 from lora_slots.layers.parameter import full_kind, has_parameter

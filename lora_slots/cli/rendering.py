@@ -10,7 +10,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from lora_slots.planning import AdapterRow, Plan, format_option
+from lora_slots.inspecting.planning import AdapterRow, Plan, format_option
 from lora_slots.report import AdapterInfo, format_range, format_size
 
 _LEAVES = 12

@@ -14,8 +14,8 @@ from typing import Any, TypeVar
 import torch
 
 from lora_slots.errors import AdapterFileError, LoraSlotsError, TargetMismatchError
-from lora_slots.inspecting import inspect_adapter
-from lora_slots.needs import covers, merge
+from lora_slots.inspecting.inspecting import inspect_adapter
+from lora_slots.inspecting.needs import covers, merge
 from lora_slots.reading.files import PICKLE_SUFFIXES
 from lora_slots.reading.folders import CONFIG_NAME, WEIGHT_NAMES
 from lora_slots.report import AdapterInfo, ModuleShape

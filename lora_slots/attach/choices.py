@@ -10,11 +10,11 @@ from typing import Any
 
 from torch import nn
 
-from lora_slots.components import parts_of, split_component
+from lora_slots.attach.components import parts_of, split_component
+from lora_slots.attach.parameters import IN_PROJ, Names, matrices
 from lora_slots.errors import ArgumentError
 from lora_slots.layers import KINDS, LayerKind, kind_of
 from lora_slots.layout import named_modules, spellings
-from lora_slots.parameters import IN_PROJ, Names, matrices
 
 # For all components, or by component.
 TargetModules = str | Collection[str] | Mapping[str, str | Collection[str]]

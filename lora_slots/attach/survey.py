@@ -6,19 +6,19 @@ from collections.abc import Collection, Mapping
 
 from torch import nn
 
-from lora_slots.choices import Search, TargetModules, choices_of
-from lora_slots.components import parts_of, split_component
-from lora_slots.errors import TargetMismatchError
-from lora_slots.layers import KINDS, kind_of
-from lora_slots.layout import Layout, Target, named_modules, without_wrappers
-from lora_slots.parameters import (
+from lora_slots.attach.choices import Search, TargetModules, choices_of
+from lora_slots.attach.components import parts_of, split_component
+from lora_slots.attach.parameters import (
     attention_outputs,
     bias_target,
     full_targets,
     low_rank_target,
     matrices,
 )
-from lora_slots.tokens import token_layers
+from lora_slots.errors import TargetMismatchError
+from lora_slots.layers import KINDS, kind_of
+from lora_slots.layout import Layout, Target, named_modules, without_wrappers
+from lora_slots.resolve.tokens import token_layers
 
 _NAMES = [kind.name for kind in KINDS]
 _LISTED = f"{', '.join(_NAMES[:-1])} and {_NAMES[-1]}"

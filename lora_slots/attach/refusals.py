@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lora_slots.components import is_wrapper
+from lora_slots.attach.components import is_wrapper
 from lora_slots.errors import AttachError
 from lora_slots.layers.swap import CHILD_NAME, has_foreign_forward, has_slots
 from lora_slots.layout import Layout, Target

@@ -13,12 +13,12 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from lora_slots.converting import Place, places_of
 from lora_slots.layout import Layout
-from lora_slots.naming import Naming
-from lora_slots.pairing import Pair
 from lora_slots.reading import RawAdapter
 from lora_slots.reading.keys import split_key
+from lora_slots.resolve.converting import Place, places_of
+from lora_slots.resolve.naming import Naming
+from lora_slots.resolve.pairing import Pair
 
 # Parts that are added to a weight or bias, and have a row for each output.
 _ADDED = frozenset({"diff", "diff_b", "w_norm", "b_norm"})

@@ -11,12 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lora_slots.attach.refusals import is_compiled, refuse_fast_path, refuse_unattachable
 from lora_slots.errors import AttachError
 from lora_slots.layers import SlotSizes
 from lora_slots.layers.quantized import said_dtypes
 from lora_slots.layers.swap import add_slots, has_other_class, has_slots, remove_slots
 from lora_slots.layout import Layout, Target
-from lora_slots.refusals import is_compiled, refuse_fast_path, refuse_unattachable
 
 
 @dataclass(frozen=True)

@@ -8,11 +8,11 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 
 from lora_slots.errors import AdapterFileError, UnsupportedAdapterError
-from lora_slots.lycoris import Factors, expand, peft_type_of, to_factors
 from lora_slots.reading import RawAdapter
 from lora_slots.reading.keys import split_key
-from lora_slots.settings import LoraSettings, check_alpha, config_type
-from lora_slots.tucker import fold
+from lora_slots.resolve.lycoris import Factors, expand, peft_type_of, to_factors
+from lora_slots.resolve.settings import LoraSettings, check_alpha, config_type
+from lora_slots.resolve.tucker import fold
 
 # Parts that only belong to an update where its module has one.
 _BESIDE = frozenset({"alpha", "lora_bias", "magnitude", "dora_scale"})

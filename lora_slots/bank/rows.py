@@ -65,11 +65,7 @@ def _add(
     rest = sorted(needs.keys() - kept.keys(), key=lambda slot: (ends[slot], -needs[slot], slot))
     for slot in rest:
         start = next(
-            (
-                start
-                for start, size in _gaps(needs, starts, ends[slot])
-                if size >= needs[slot]
-            ),
+            (start for start, size in _gaps(needs, starts, ends[slot]) if size >= needs[slot]),
             None,
         )
         if start is None:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lora_slots.components import parts_of
+from lora_slots.attach.components import parts_of
 from lora_slots.errors import AdapterFileError, TargetMismatchError, UnsupportedAdapterError
 from lora_slots.layers import kind_of
 from lora_slots.layers.embedding import EMBEDDING

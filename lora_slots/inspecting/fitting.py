@@ -8,19 +8,19 @@ from typing import Any
 
 from torch import nn
 
+from lora_slots.attach.survey import survey
 from lora_slots.errors import TargetMismatchError
-from lora_slots.fused import convert_extras
+from lora_slots.inspecting.needs import low_rank_needs, merge
 from lora_slots.layout import Layout
-from lora_slots.leftovers import room_needs
-from lora_slots.naming import Naming
-from lora_slots.needs import low_rank_needs, merge
-from lora_slots.nesting import unnest
-from lora_slots.pairing import Pair, pair_up, read_settings
 from lora_slots.reading import RawAdapter, Source, read_adapter, read_header
-from lora_slots.renamed import with_fused_experts
-from lora_slots.resolve import find_targets
-from lora_slots.survey import survey
-from lora_slots.tokens import token_needs
+from lora_slots.resolve.fused import convert_extras
+from lora_slots.resolve.leftovers import room_needs
+from lora_slots.resolve.naming import Naming
+from lora_slots.resolve.nesting import unnest
+from lora_slots.resolve.pairing import Pair, pair_up, read_settings
+from lora_slots.resolve.renamed import with_fused_experts
+from lora_slots.resolve.resolving import find_targets
+from lora_slots.resolve.tokens import token_needs
 
 
 @dataclass(frozen=True)

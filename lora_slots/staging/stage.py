@@ -10,7 +10,6 @@ from typing import NoReturn
 import torch
 from torch import Tensor
 
-from lora_slots.dora import dora_rows
 from lora_slots.errors import (
     AdapterFileError,
     AttachError,
@@ -20,9 +19,10 @@ from lora_slots.errors import (
 )
 from lora_slots.layers import SlotLayer
 from lora_slots.layout import Layout, Target
-from lora_slots.packing import NotFiniteError, Part, pack
-from lora_slots.resolve import Adapter, ModuleUpdate
-from lora_slots.staged import StagedAdapter, StagedRows
+from lora_slots.resolve.resolving import Adapter, ModuleUpdate
+from lora_slots.staging.dora import dora_rows
+from lora_slots.staging.packing import NotFiniteError, Part, pack
+from lora_slots.staging.staged import StagedAdapter, StagedRows
 
 # The option of SlotManager that makes a buffer, and what it is for.
 _OPTIONS = {

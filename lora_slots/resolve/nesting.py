@@ -16,14 +16,14 @@ from typing import Any
 
 from torch import nn
 
+from lora_slots.attach.parameters import IN_PROJ, attention_of, matrices
 from lora_slots.errors import AdapterFileError, TargetMismatchError, UnsupportedAdapterError
 from lora_slots.layers import kind_of
 from lora_slots.layers.low_rank import expert_sizes
 from lora_slots.layout import Layout
-from lora_slots.naming import Naming, below
-from lora_slots.pairing import Pair
-from lora_slots.parameters import IN_PROJ, attention_of, matrices
 from lora_slots.reading import RawAdapter
+from lora_slots.resolve.naming import Naming, below
+from lora_slots.resolve.pairing import Pair
 
 _LEVEL = ".base_layer"
 

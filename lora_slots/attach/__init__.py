@@ -1,0 +1,1 @@
+"""Which layers of a model take slots, and giving them theirs; makes the Layout."""

@@ -1,0 +1,1 @@
+"""StagedAdapter -> the rows of a slot. The only place that writes into the model."""

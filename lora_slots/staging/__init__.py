@@ -1,0 +1,1 @@
+"""Adapter + Layout -> StagedAdapter: checked, cast and packed on the host. Writes into no model."""
