@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections import OrderedDict
 from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Any
+
+from torch.utils.weak import WeakIdRef
 
 from lora_slots.layers import SlotLayer
 from lora_slots.layout import Layout
@@ -34,7 +37,7 @@ class Cached:
 
 
 class StagedCache:
-    """Staged adapters by the identity of the file they were read from.
+    """Staged adapters by the identity of the file they were read from; for any threads.
 
     Args:
         limit: How many bytes to keep at most; 0 keeps nothing.
@@ -45,6 +48,11 @@ class StagedCache:
         self.limit = limit
         self.nbytes = 0
         self._entries: OrderedDict[Hashable, Cached] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def __reduce__(self) -> tuple[object, ...]:
+        """Copies and pickles start empty: their model has base weights of its own."""
+        return type(self), (self.limit,)
 
     def __len__(self) -> int:
         """How many adapters are kept."""
@@ -52,24 +60,26 @@ class StagedCache:
 
     def get(self, key: Hashable, layout: Layout) -> Cached | None:
         """What is kept for ``key``, if the base weights that it depends on are as they were."""
-        entry = None if key is None else self._entries.get(key)
-        if entry is None:
-            return None
-        if entry.base != base_state(entry.staged, layout):
-            self._drop(key)
-            return None
-        self._entries.move_to_end(key)
-        return entry
+        with self._lock:
+            entry = None if key is None else self._entries.get(key)
+            if entry is None:
+                return None
+            if entry.base != base_state(entry.staged, layout):
+                self._drop(key)
+                return None
+            self._entries.move_to_end(key)
+            return entry
 
     def put(self, key: Hashable, entry: Cached) -> None:
         """Keep an adapter, and let go of those not used for longest until all fit."""
         if key is None or entry.staged.nbytes > self.limit:
             return
-        self._drop(key)
-        self._entries[key] = entry
-        self.nbytes += entry.staged.nbytes
-        while self.nbytes > self.limit:
-            self._drop(next(iter(self._entries)))
+        with self._lock:
+            self._drop(key)
+            self._entries[key] = entry
+            self.nbytes += entry.staged.nbytes
+            while self.nbytes > self.limit:
+                self._drop(next(iter(self._entries)))
 
     def _drop(self, key: Hashable) -> None:
         entry = self._entries.pop(key, None)
@@ -109,7 +119,8 @@ def base_state(staged: StagedAdapter, layout: Layout) -> Hashable:
     names = _FROM_BASE.intersection(staged.rows)
     targets = sorted({target for name in names for target in staged.rows[name].targets})
     return tuple(
-        (id(parameter), _version(parameter))
+        # An id alone comes back with the next parameter once the old one is gone.
+        (WeakIdRef(parameter), _version(parameter))
         for target in targets
         for parameter in layout.targets[target].module.parameters(recurse=False)
     )

@@ -16,7 +16,7 @@ from toys import (
     toy_input,
 )
 
-from lora_slots import AttachError, SlotManager, UnsupportedAdapterError
+from lora_slots import AttachError, SlotManager, UnsupportedAdapterError, read_adapter
 
 CASTS = {
     "to(float64)": (lambda m: m.to(torch.float64), torch.float64),
@@ -214,6 +214,8 @@ def test_inputs_of_any_number_of_dimensions_and_of_no_rows_work():
 def test_an_unsupported_feature_is_refused_whatever_the_dtype():
     model = toy().half()
     manager = SlotManager(model, max_rank=4)
+    key = f"base_model.model.{TOY_MODULES[0]}.lora_magnitude_vector"
+    tensors = {**toy_adapter().tensors, key: torch.ones(6)}
     with pytest.raises(UnsupportedAdapterError, match="DoRA"):
-        manager.load(toy_adapter().with_config({"r": 4, "use_dora": True}))
+        manager.load(read_adapter(tensors))
     assert all(buffer.count_nonzero() == 0 for buffer in slot_buffers(model).values())

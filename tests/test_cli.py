@@ -218,7 +218,7 @@ def test_another_missing_module_is_not_blamed_on_the_extra(
 ) -> None:
     monkeypatch.delitem(sys.modules, "lora_slots.cli.commands")
     monkeypatch.setitem(sys.modules, "lora_slots.inspecting.planning", None)
-    with pytest.raises(ModuleNotFoundError, match=r"lora_slots\.planning"):
+    with pytest.raises(ModuleNotFoundError, match=r"lora_slots\.inspecting\.planning"):
         main()
 
 

@@ -70,7 +70,7 @@ def test_the_memory_format_is_the_base_layers():
 
 
 def locon(case: str) -> tuple[One, Tensor, tuple[Tensor, Tensor], Tensor]:
-    """LS-24: a layer, an input, a down and up pair, and the change of the weight at scaling 1."""
+    """A layer, an input, a down and up pair, and the change of the weight at scaling 1."""
     if case == "a: 3x3, stride 2":
         model, x = one(nn.Conv2d, 7, 5, 3, stride=2, padding=1), random(2, 7, 8, 8)
         down, up = random(2, 7, 3, 3), random(5, 2, 1, 1, seed=1)
@@ -87,7 +87,7 @@ def locon(case: str) -> tuple[One, Tensor, tuple[Tensor, Tensor], Tensor]:
     "case", ["a: 3x3, stride 2", "b: Linear, 1x1 file", "c: 1x1 conv, Linear file"]
 )
 @torch.no_grad()
-def test_ls24_a_projection_may_be_a_1x1_convolution_or_a_linear_layer(case: str):
+def test_a_projection_may_be_a_1x1_convolution_or_a_linear_layer(case: str):
     model, x, (down, up), delta = locon(case)
     scaling = 2.0 / len(down)
     expected = with_delta(model, scaling * delta)
@@ -127,7 +127,7 @@ def test_a_lora_A_over_all_channels_crosses_the_groups():
     "dtype", [torch.float32, torch.bfloat16], ids=["float32 file", "bfloat16 file"]
 )
 @torch.no_grad()
-def test_ls25_tucker_factors_are_folded_exactly(dtype: torch.dtype):
+def test_tucker_factors_are_folded_exactly(dtype: torch.dtype):
     model = one(nn.Conv2d, 7, 5, 3, stride=2, padding=1)
     down, mid = random(2, 7, 1, 1).to(dtype), random(3, 2, 3, 3, seed=1).to(dtype)
     up = random(5, 3, 1, 1, seed=2).to(dtype)

@@ -120,7 +120,8 @@ def test_room_is_made_only_for_what_was_asked_and_state_dicts_know_nothing_of_it
         layer = model.model.layers[0].q_proj.lora_slots
         shapes[tuple(options)] = {n: tuple(b.shape) for n, b in layer.named_buffers()}
     plain = {"lora_A": (8, 8), "lora_B": (8, 6), "scaling": (1, 8)}
-    weights, dora, bias = {"weights": (1, 2)}, {"dora": (8, 6)}, {"lora_bias": (2, 6)}
+    weights, bias = {"weights": (1, 2)}, {"lora_bias": (2, 6)}
+    dora = {"dora": (8, 6), "owners": (1, 8)}
     assert shapes == {
         (): plain,
         ("dora",): plain | weights | dora,

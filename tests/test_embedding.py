@@ -110,7 +110,7 @@ def rank_two(seed: int = 0, vocabulary: int = VOCABULARY, prefix: str = "model."
     )
 
 
-def test_ls36_a_copy_of_the_base_weight_is_reported_and_another_weight_refused(tmp_path: Path):
+def test_a_copy_of_the_base_weight_is_reported_and_another_weight_refused(tmp_path: Path):
     path = tmp_path / "adapter"
     write_adapter(path, llama(), r=2, target_modules=["q_proj", "embed_tokens"])
     copy_key = "base_model.model.model.embed_tokens.base_layer.weight"

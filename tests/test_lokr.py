@@ -202,7 +202,8 @@ def test_a_product_too_large_for_its_slot_is_refused_before_it_is_multiplied_out
         raise AssertionError("multiplied out")
 
     source = read_adapter(for_modules({TOY_MODULES[0]: lokr((4, 4), (3, 4))}))
-    monkeypatch.setattr("lora_slots.resolve.expand", never)
+    for module in ("pairing", "resolving"):
+        monkeypatch.setattr(f"lora_slots.resolve.{module}.expand", never)
     text = refusal(source, RankTooLargeError, "has rank 12 at model.layers.0.q_proj")
     assert 'compress_to="max_rank"' in text
 

@@ -180,7 +180,7 @@ class Bank:
     def _need(self, staged: StagedAdapter | None) -> int:
         """How many rows by rank an adapter owns."""
         rank = 0 if staged is None else max(staged.ranks)
-        return -(-rank // self._granule) * self._granule
+        return min(-(-rank // self._granule) * self._granule, self.max_rank)
 
     def _enter(self, state: _State) -> None:
         """Bring the model from its state to another, or leave it as it was."""

@@ -85,7 +85,8 @@ class Plan:
         floats = len(self.shapes) * (rows + self.num_slots * (dora or bias))
         floats += self.num_slots * out * (4 * dora + bias)
         whole = self.num_slots * sum(self._whole(*other) for other in self.others.items())
-        return rows * wide * self.dtype.itemsize + 4 * floats + whole
+        owners = 8 * len(self.shapes) * rows * dora
+        return rows * wide * self.dtype.itemsize + 4 * floats + owners + whole
 
     def _whole(self, key: str, shape: tuple[int, ...]) -> int:
         """The bytes of each slot for a parameter as a whole, or for rows of an embedding."""

@@ -160,7 +160,7 @@ class LoraSlots(SlotLayer):
             self.add_buffer("scaling", 1, rows, sizes)
         self._whole: dict[str, Tensor] = {}
         for name in ("weights", "lora_bias", "dora", "owners", "token_ids", "token_rows"):
-            self.register_buffer(name, None, persistent=False)
+            self.register_buffer(name, None)
         if sizes.dora or sizes.bias or sizes.token_rows:
             self.add_buffer("weights", 1, slots, sizes)
         if sizes.bias:
@@ -172,6 +172,17 @@ class LoraSlots(SlotLayer):
             tokens = slots * sizes.token_rows
             self.add_buffer("token_ids", tokens, 1, sizes, torch.int64)
             self.add_buffer("token_rows", tokens, token_width, sizes)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Hold all rows: a pickle does not know that what ``forward`` sees is a part of them."""
+        shown = self.lora_A.shape[0] if self._whole else None
+        whole = {"_buffers": self._buffers | self._whole, "_whole": {}}
+        return {"attributes": vars(self) | whole, "shown": shown}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Undo `__getstate__`."""
+        super().__setstate__(state["attributes"])  # type: ignore[no-untyped-call]
+        self.show(state["shown"])
 
     def show(self, rows: int | None) -> int | None:
         """Let ``forward`` see only the first rows of ``lora_A``, ``lora_B`` and ``scaling``.

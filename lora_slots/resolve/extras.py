@@ -62,7 +62,7 @@ def take_extras(
         AttachError: The model's own tensor has no data to add to or to compare with.
     """
     found = list(found)
-    leftovers = Leftovers.of(raw, layout, naming, found)
+    leftovers = Leftovers(raw, layout, naming, found)
     rows: Rows = {}
     skipped: list[tuple[str, str]] = []
     modules: list[str] = []

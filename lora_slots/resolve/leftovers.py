@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -102,7 +103,8 @@ class Leftovers:
     Attributes:
         raw: The file.
         layout: The model.
-        adapted: The modules that take low-rank updates of the file.
+        naming: Finds the modules of the file.
+        found: All names of modules in the file that the model has.
         keys: The names of the tensors, by their kind.
         full_modules: The names that `SlotManager` would have to be given so as to make room.
         bias: Whether it would have to be given ``bias=True``.
@@ -110,17 +112,18 @@ class Leftovers:
 
     raw: RawAdapter
     layout: Layout
-    adapted: frozenset[nn.Module]
+    naming: Naming
+    found: list[str]
     keys: dict[str, list[str]] = field(default_factory=dict)
     full_modules: dict[str, None] = field(default_factory=dict)
     bias: bool = False
 
-    @classmethod
-    def of(cls, raw: RawAdapter, layout: Layout, naming: Naming, found: Iterable[str]) -> Leftovers:
-        """None yet; ``found`` are all names of modules in the file that the model has."""
-        matches = (naming.find(module) for module in found)
-        targets = (layout.targets[match.target] for match in matches if match is not None)
-        return cls(raw, layout, frozenset(target.module for target in targets))
+    @functools.cached_property
+    def adapted(self) -> frozenset[nn.Module]:
+        """The modules that take low-rank updates of the file."""
+        matches = (self.naming.find(module) for module in self.found)
+        targets = (self.layout.targets[match.target] for match in matches if match is not None)
+        return frozenset(target.module for target in targets)
 
     def add(self, extra: Extra) -> None:
         """Note one, and what would make room for it."""
@@ -208,7 +211,7 @@ def room_needs(
         found: All names of modules in the file that the model has.
     """
     found = list(found)
-    leftovers = Leftovers.of(raw, layout, naming, found)
+    leftovers = Leftovers(raw, layout, naming, found)
     for key, tensor in extras.items():
         extra = read_extra(key, tensor, layout, naming)
         if not (is_replaced(key) or extra.is_idle or naming.other_component(extra.name, found)):

@@ -61,12 +61,16 @@ class Naming:
         self._names = {m: self._parse(b) for m, b in zip(given, bare, strict=True)}
         self._finders = {one: Finder(one, layout) for one in layout.components}
         self._components = self._only_one_each(self._choose())
+        self._found: dict[str, Match | None] = {}
 
     def find(self, module: str) -> Match | None:
         """The target module that a name in the file stands for, or None."""
-        name = self._name(module)
-        component = self._component(name.label)
-        return None if component is None else self._finders[component].find(name)
+        if module not in self._found:
+            name = self._name(module)
+            component = self._component(name.label)
+            finder = None if component is None else self._finders[component]
+            self._found[module] = None if finder is None else finder.find(name)
+        return self._found[module]
 
     def paths(self, module: str) -> Iterator[str]:
         """The names in the model, of targets or not, that a name in the file may stand for."""

@@ -161,7 +161,7 @@ def _check_target(module: ModuleUpdate, target: Target, adapter: Adapter) -> Non
                 f"{name} of {target.path} must have {width} values, but that of adapter "
                 f"{adapter.source} has {rows.shape[1]}"
             )
-    if any(buffer.is_meta for buffer in slots.buffers(recurse=False)):
+    if any(buffer is not None and buffer.is_meta for buffer in slots._buffers.values()):
         raise AttachError(
             f"the slot of {target.path} is on the meta device and can hold no adapter; give the "
             "model real weights before building the SlotManager"
