@@ -3,10 +3,13 @@ PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo test lint docs bench adapters clean
+.PHONY: demo styles test lint docs bench adapters clean
 
 demo: .venv/.demo  ## hot-swap four adapters in a compiled SmolLM2, beside PEFT
 	$(BIN)/python examples/quickstart.py
+
+styles: .venv/.dev  ## five styles in a diffusion pipeline, beside diffusers' own loading
+	$(BIN)/python examples/styles.py
 
 test: .venv/.dev  ## the whole suite
 	$(BIN)/python -m pytest

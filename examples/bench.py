@@ -1,255 +1,229 @@
-"""Measure lora_slots beside PEFT's hotswap, in one process, on the same files and weights.
+"""Measure lora_slots beside PEFT and the physical limit, in one process, on the same files.
 
-    python examples/bench.py [swap] [forward] [memory] [--json FILE] [--layers N] [--rounds N]
+    python examples/bench.py [swap] [switch] [forward] [memory] [startup] [ADAPTERS ...]
+                             [--rounds N] [--swaps N] [--json FILE] [--plot FILE]
 
-The shape is that of a 1.4B model: 28 layers of 7 linears, hidden size 2048, bfloat16. Every figure
-is the median of interleaved runs, files are in the page cache, and outputs are compared before
-anything is timed.
+Swaps are measured on the shape of a 1.4B model: 28 layers of 7 linears, hidden size 2048, bfloat16;
+or on your own adapters, in linears of their sizes. Every figure is the median of interleaved runs,
+files are in the page cache, and outputs are compared before anything is timed.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import platform
 import random
-import statistics
 import tempfile
-import time
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
+from itertools import cycle
 from pathlib import Path
 
-import peft
 import psutil
 import torch
-from peft import LoraConfig, PeftModel
-from peft.utils.hotswap import hotswap_adapter, prepare_model_for_compiled_hotswap
+from contenders import (
+    DEVICE,
+    OURS,
+    Figure,
+    Model,
+    Shape,
+    base_weights,
+    check_equal,
+    environment,
+    interleaved,
+    milliseconds,
+    peft_model,
+    write_adapter,
+)
+from peft.utils.hotswap import hotswap_adapter
 from rich.console import Console
 from rich.table import Table
-from safetensors.torch import save_file
 from torch import Tensor, nn
-from torch.nn import functional as F
 from tqdm import tqdm
 
-import lora_slots
-from lora_slots import SlotManager
+from lora_slots import SlotManager, inspect_adapter
 
-HIDDEN, MLP = 2048, 5504
-LINEARS = {
-    "q_proj": (HIDDEN, HIDDEN),
-    "k_proj": (HIDDEN, HIDDEN),
-    "v_proj": (HIDDEN, HIDDEN),
-    "o_proj": (HIDDEN, HIDDEN),
-    "gate_proj": (HIDDEN, MLP),
-    "up_proj": (HIDDEN, MLP),
-    "down_proj": (MLP, HIDDEN),
-}
-MAX_RANK = 64
-DTYPE = torch.bfloat16
-console = Console()
+LARGE = Shape(layers=28, hidden=2048, mlp=5504, dtype=torch.bfloat16)
+# bfloat16 products are emulated on many CPUs, where they would hide what is measured here.
+FORWARD = Shape(layers=4, hidden=1024, mlp=2752, dtype=torch.float32)
+MANY = Shape(layers=4, hidden=2048, mlp=5504, dtype=torch.bfloat16)
+PARTS = ("swap", "switch", "forward", "memory", "startup")
+CACHE = 8 << 30
+COPY = "memcpy of its bytes"
+HOTSWAP = "PEFT hotswap_adapter"
+console = Console(width=max(Console().width, 120))
 
 
-class Block(nn.Module):
-    """Seven linears, wired like a decoder layer without its attention."""
-
-    def __init__(self, weights: dict[str, nn.Parameter]) -> None:
-        """Share ``weights``, so that both contenders read the same memory."""
-        super().__init__()
-        for name, (inputs, outputs) in LINEARS.items():
-            linear = nn.Linear(inputs, outputs, bias=False, device="meta")
-            linear.weight = weights[name]
-            self.add_module(name, linear)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """``[..., hidden]`` to ``[..., hidden]``."""
-        x = F.rms_norm(x, x.shape[-1:])
-        x = x + self.o_proj(self.q_proj(x) * torch.sigmoid(self.k_proj(x)) + self.v_proj(x))
-        return x + self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
-
-
-class Model(nn.Module):
-    """A stack of blocks."""
-
-    def __init__(self, weights: list[dict[str, nn.Parameter]]) -> None:
-        """One block for each entry of ``weights``."""
-        super().__init__()
-        self.layers = nn.ModuleList(Block(each) for each in weights)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """``[..., hidden]`` to ``[..., hidden]``."""
-        for layer in self.layers:
-            x = layer(x)
-        return x
-
-
-@dataclass(frozen=True)
-class Figure:
-    """One measured comparison; times in milliseconds, spread from the 1st to the 3rd quartile."""
-
-    what: str
-    ours: float
-    ours_spread: tuple[float, float]
-    peft: float
-    peft_spread: tuple[float, float]
-
-    @property
-    def ratio(self) -> float:
-        """How many times faster than PEFT."""
-        return self.peft / self.ours
-
-
-def base_weights(layers: int) -> list[dict[str, nn.Parameter]]:
-    """Random weights of the size that keeps activations near 1."""
-    torch.manual_seed(0)
-    return [
-        {
-            name: nn.Parameter(
-                torch.randn(outputs, inputs, dtype=DTYPE) * 0.5 * inputs**-0.5, requires_grad=False
-            )
-            for name, (inputs, outputs) in LINEARS.items()
-        }
-        for _ in range(layers)
-    ]
-
-
-def write_adapter(folder: Path, rank: int, layers: int, seed: int) -> Path:
-    """A PEFT folder with all seven linears of every layer at ``rank``."""
-    generator = torch.Generator().manual_seed(seed)
-
-    def random_(*shape: int) -> Tensor:
-        return (torch.randn(*shape, generator=generator) * 0.01).to(DTYPE)
-
-    tensors = {
-        f"base_model.model.layers.{layer}.{name}.lora_{side}.weight": tensor
-        for layer in range(layers)
-        for name, (inputs, outputs) in LINEARS.items()
-        for side, tensor in (("A", random_(rank, inputs)), ("B", random_(outputs, rank)))
-    }
-    folder.mkdir(parents=True)
-    save_file(tensors, folder / "adapter_model.safetensors")
-    config = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=list(LINEARS))
-    config.save_pretrained(str(folder))
-    return folder
-
-
-def peft_model(weights: list[dict[str, nn.Parameter]], first: Path) -> PeftModel:
-    """PEFT's side: prepared for hotswapping up to `MAX_RANK`."""
-    model = PeftModel.from_pretrained(
-        Model(weights), str(first), autocast_adapter_dtype=False, torch_device="cpu"
-    )
-    prepare_model_for_compiled_hotswap(model, target_rank=MAX_RANK, config=model.peft_config)
-    return model.eval()
-
-
-def interleaved(
-    what: str, ours: Callable[[], object], theirs: Callable[[], object], rounds: int
-) -> Figure:
-    """Time both in turn, after one round that does not count."""
-    times: tuple[list[float], list[float]] = ([], [])
-    for round_ in range(rounds + 1):
-        for run, kept in zip((ours, theirs), times, strict=True):
-            started = time.perf_counter()
-            run()
-            if round_:
-                kept.append((time.perf_counter() - started) * 1e3)
-    (a, a_spread), (b, b_spread) = map(_median_and_spread, times)
-    return Figure(what, a, a_spread, b, b_spread)
-
-
-def _median_and_spread(times: list[float]) -> tuple[float, tuple[float, float]]:
-    low, middle, high = statistics.quantiles(times, n=4)
-    return middle, (low, high)
-
-
-def bench_swap(weights: list[dict[str, nn.Parameter]], root: Path, rounds: int) -> Iterator[Figure]:
-    """`load` from disk, and `set_adapters` between residents, against `hotswap_adapter`."""
-    layers = len(weights)
+def bench_swap(shape: Shape, root: Path, rounds: int) -> Iterator[Figure]:
+    """`load` from disk and from the cache against `hotswap_adapter`, at rank 8 and 64."""
+    weights = base_weights(shape)
+    ranks = (8, 64)
     files = {
-        rank: [write_adapter(root / f"r{rank}-{n}", rank, layers, seed=rank + n) for n in range(2)]
-        for rank in (8, MAX_RANK)
+        rank: [write_adapter(root / f"r{rank}-{n}", shape, rank, rank + n) for n in range(2)]
+        for rank in ranks
     }
-    theirs = peft_model(weights, files[MAX_RANK][0])
-    ours = Model(weights).eval()
-    manager = SlotManager(ours, max_rank=MAX_RANK, num_slots=2)
-    x = torch.randn(1, HIDDEN, dtype=DTYPE)
+    theirs = peft_model(Model(weights), files[64][0], padded_to=64)
+    disk_model, cache_model = Model(weights).eval(), Model(weights).eval()
+    disk = SlotManager(disk_model, max_rank=64)
+    cache = SlotManager(cache_model, max_rank=64, cache_bytes=CACHE)
+    x = torch.randn(1, shape.hidden, dtype=shape.dtype, device=DEVICE)
     for rank, pair in files.items():
-        turn = {"ours": 0, "peft": 0}
-
-        def load(pair: list[Path] = pair, turn: dict[str, int] = turn) -> None:
-            turn["ours"] += 1
-            manager.load(pair[turn["ours"] % 2], "default")
-
-        def hotswap(pair: list[Path] = pair, turn: dict[str, int] = turn) -> None:
-            turn["peft"] += 1
-            hotswap_adapter(theirs, str(pair[turn["peft"] % 2]), "default", torch_device="cpu")
-
-        load()
-        hotswap()
-        check_equal(ours, theirs, x)
-        yield interleaved(f"load from disk, rank {rank}", load, hotswap, rounds)
-    manager.load(files[8][0], "default")
-    manager.load(files[MAX_RANK][1], "other")
-    turn = {"ours": 0}
-
-    def switch() -> None:
-        turn["ours"] += 1
-        manager.set_adapters("default" if turn["ours"] % 2 else "other")
-
-    yield interleaved("set_adapters between residents (PEFT: hotswap, rank 8)", switch,
-                      lambda: hotswap_adapter(theirs, str(files[8][0]), "default",
-                                              torch_device="cpu"), rounds)  # fmt: skip
+        for path in pair:
+            hotswap_adapter(theirs, str(path), "default", torch_device=DEVICE.type)
+            disk.load(path)
+            cache.load(path)
+        check_equal([disk_model, cache_model, theirs], x)
+        hotswap = alternating(
+            lambda path: hotswap_adapter(theirs, path, "default", torch_device=DEVICE.type), pair
+        )
+        load = alternating(lambda path: disk.load(path), pair)
+        yield interleaved(f"load from disk, rank {rank}", {OURS: load, HOTSWAP: hotswap}, rounds)
+        again = alternating(lambda path: cache.load(path), pair)
+        runs = {OURS: again, HOTSWAP: hotswap, COPY: copying(cache)}
+        yield interleaved(f"load from the cache, rank {rank}", runs, rounds)
 
 
-def bench_forward(
-    weights: list[dict[str, nn.Parameter]], root: Path, rounds: int
-) -> Iterator[Figure]:
-    """One compiled forward of each, block by block, with a rank-8 adapter in rank-64 buffers."""
-    path = write_adapter(root / "forward", 8, len(weights), seed=1)
-    ours, theirs = Model(weights).eval(), peft_model(weights, path)
-    manager = SlotManager(ours, max_rank=MAX_RANK)
-    manager.load(path)
-    for model in (ours, theirs.get_base_model()):
-        for layer in tqdm(model.layers, desc="compiling", leave=False):
-            layer.compile(fullgraph=True, dynamic=False)
-    for rows in (1, 8):
-        x = torch.randn(rows, HIDDEN, dtype=DTYPE)
-        check_equal(ours, theirs, x)
-        with torch.no_grad():
-            yield interleaved(
-                f"compiled forward, {rows} tokens",
-                lambda x=x: ours(x),
-                lambda x=x: theirs(x),
-                rounds,
-            )
+def bench_curve(shape: Shape, root: Path, rounds: int) -> Iterator[Figure]:
+    """A cached load at ranks 4 to 256, against copying as many bytes, for two sizes of buffers."""
+    weights = base_weights(shape)
+    for max_rank, num_slots in ((256, 1), (64, 4)):
+        manager = SlotManager(
+            Model(weights), max_rank=max_rank, num_slots=num_slots, cache_bytes=CACHE
+        )
+        for rank in (4, 8, 16, 32, 64, 128, 256):
+            if rank > max_rank:
+                break
+            pair = [write_adapter(root / f"c{rank}-{n}", shape, rank, rank + n) for n in range(2)]
+            for path in pair:
+                manager.load(path)
+            load = alternating(lambda path: manager.load(path), pair)  # noqa: B023
+            what = f"cached load, rank {rank} of max_rank {max_rank}, {num_slots} slots"
+            yield interleaved(what, {OURS: load, COPY: copying(manager)}, rounds)
 
 
-def bench_memory(
-    weights: list[dict[str, nn.Parameter]], root: Path, swaps: int = 1000
-) -> dict[str, float]:
-    """Random swaps over 20 adapters: recompiles, resident memory after 50 swaps and at the end."""
-    layers = len(weights)
-    files = [
-        write_adapter(root / f"memory-{n}", random.Random(n).choice((4, 8, 16, 32)), layers, seed=n)
-        for n in tqdm(range(20), desc="adapters", leave=False)
-    ]
+def bench_many(shape: Shape, root: Path) -> Figure:
+    """64 loads into 64 slots, against 64 single loads into one."""
+    files = [write_adapter(root / f"many-{n}", shape, 8, n) for n in tqdm(range(64), "adapters")]
+    weights = base_weights(shape)
+    one = SlotManager(Model(weights), max_rank=8)
+    all_ = SlotManager(Model(weights), max_rank=8, num_slots=64)
+    one.load(files[0])
+    times: dict[str, list[float]] = {OURS: [], "one slot": []}
+    for number, path in enumerate(tqdm(files, "loads")):
+        times["one slot"].append(milliseconds(lambda path=path: one.load(path)))
+        into = milliseconds(lambda path=path, n=number: all_.load(path, str(n), activate=False))
+        times[OURS].append(into)
+    total = {name: (sum(each), sum(each), sum(each)) for name, each in times.items()}
+    return Figure("64 loads from disk, rank 8, into 64 slots", total)
+
+
+def bench_switch(shape: Shape, root: Path, rounds: int) -> Iterator[Figure]:
+    """`set_adapters` between two loaded, against PEFT's hotswap and PEFT's `set_adapter`."""
+    weights = base_weights(shape)
+    files = [write_adapter(root / f"s{n}", shape, 8, n) for n in range(2)]
+    hot = peft_model(Model(weights), files[0], padded_to=64)
+    resident = peft_model(Model(weights), files[0], padded_to=None)
+    resident.load_adapter(str(files[1]), "other", torch_device=DEVICE.type)
+    manager = SlotManager(Model(weights), max_rank=64, num_slots=2)
+    manager.load(files[0], "default")
+    manager.load(files[1], "other")
+    runs = {
+        OURS: alternating(manager.set_adapters, ["default", "other"]),
+        HOTSWAP: alternating(
+            lambda path: hotswap_adapter(hot, path, "default", torch_device=DEVICE.type), files
+        ),
+        "PEFT set_adapter": alternating(resident.set_adapter, ["default", "other"]),
+    }
+    yield interleaved("switch between two loaded, rank 8", runs, rounds)
+
+
+def bench_forward(shape: Shape, root: Path, rounds: int) -> Iterator[Figure]:
+    """One token through compiled blocks whose slots have 128 rows, for several ranks in use."""
+    weights = base_weights(shape)
+    x = torch.randn(1, shape.hidden, dtype=shape.dtype, device=DEVICE)
+    ranks = (8, 32, 128)
+    paths = {rank: write_adapter(root / f"f{rank}", shape, rank, rank) for rank in ranks}
+    base = Model(weights).eval()
+    padded = peft_model(Model(weights), paths[128], padded_to=128)
+    exact = {rank: peft_model(Model(weights), paths[rank], padded_to=None) for rank in ranks}
+    whole, low = Model(weights).eval(), Model(weights).eval()
+    one = SlotManager(whole, max_rank=128)
+    buckets = SlotManager(low, max_rank=128, rank_buckets=[0, 8, 32])
+    for model in tqdm([base, padded, *exact.values(), whole, low], "compiling"):
+        compile_blocks(model.get_base_model() if hasattr(model, "get_base_model") else model)
+    with torch.no_grad():
+        buckets.warmup(lambda: low(x))
+        runs = {OURS: low, "lora_slots, no buckets": whole, "base": base, "PEFT padded": padded}
+        yield interleaved("forward, nothing loaded", calls(runs, x), rounds)
+        for rank in ranks:
+            hotswap_adapter(padded, str(paths[rank]), "default", torch_device=DEVICE.type)
+            one.load(paths[rank])
+            buckets.load(paths[rank])
+            check_equal([exact[rank], padded, whole, low], x)
+            runs = {
+                OURS: low, "lora_slots, no buckets": whole, "base": base,
+                "PEFT unpadded": exact[rank], "PEFT padded": padded,
+            }  # fmt: skip
+            yield interleaved(f"forward, rank {rank} of 128", calls(runs, x), rounds)
+    yield from bench_eager(weights, paths[8], x, rounds)
+
+
+def bench_eager(weights: object, path: Path, x: Tensor, rounds: int) -> Iterator[Figure]:
+    """The same without compiling, one adapter active, slots of its rank."""
+    ours, theirs = Model(weights).eval(), peft_model(Model(weights), path, padded_to=None)
+    SlotManager(ours, max_rank=8).load(path)
+    with torch.no_grad():
+        check_equal([ours, theirs], x)
+        yield interleaved(
+            "eager forward, rank 8", calls({OURS: ours, "PEFT unpadded": theirs}, x), rounds
+        )
+
+
+def bench_startup(shape: Shape, root: Path) -> Iterator[Figure]:
+    """Attaching slots without their allocation, and the first compile of one block."""
+    weights = base_weights(shape)
+    path = write_adapter(root / "startup", shape, 8, 0)
     model = Model(weights).eval()
-    manager = SlotManager(model, max_rank=MAX_RANK)
-    for layer in model.layers:
-        layer.compile(fullgraph=True)
-    x = torch.randn(1, HIDDEN, dtype=DTYPE)
+    with torch.device("meta"):
+        meta = Model([{k: nn.Parameter(v.to("meta")) for k, v in w.items()} for w in weights])
+    attach = milliseconds(lambda: SlotManager(meta, max_rank=64))
+    yield Figure("attach to all linears, nothing allocated", {OURS: (attach,) * 3})
+    SlotManager(model, max_rank=64).load(path)
+    padded = peft_model(Model(weights), path, padded_to=64)
+    x = torch.randn(1, shape.hidden, dtype=shape.dtype, device=DEVICE)
+    times = {}
+    for name, each in {"warm-up": Model(weights), OURS: model, "PEFT padded": padded}.items():
+        torch._dynamo.reset()
+        compile_blocks(each.get_base_model() if hasattr(each, "get_base_model") else each)
+        with torch.no_grad():
+            times[name] = (milliseconds(lambda each=each: each(x)),) * 3
+    del times["warm-up"]
+    yield Figure("first compile of a block, and a forward", times)
+
+
+def bench_memory(shape: Shape, root: Path, swaps: int) -> dict[str, float]:
+    """Random swaps over 20 adapters: recompiles, resident memory, and the peak of a load."""
+    files = [
+        write_adapter(root / f"m{n}", shape, random.Random(n).choice((4, 8, 16, 32)), n)
+        for n in tqdm(range(20), "adapters", leave=False)
+    ]
+    model = Model(base_weights(shape)).eval()
+    manager = SlotManager(model, max_rank=64)
+    compile_blocks(model)
+    x = torch.randn(1, shape.hidden, dtype=shape.dtype, device=DEVICE)
     process, choose = psutil.Process(), random.Random(0)
     resident: list[int] = []
     with torch.no_grad(), manager.no_recompile(allow_first=True):
         model(x)
     with torch.no_grad(), manager.no_recompile():
-        for swap in tqdm(range(swaps), desc="swaps", leave=False):
+        for swap in tqdm(range(swaps), "swaps", leave=False):
             manager.load(choose.choice(files))
             if swap % 25 == 0:
                 model(x)
             resident.append(process.memory_info().rss)
-    early, late = statistics.median(resident[50:150]), statistics.median(resident[-100:])
+    early = sorted(resident[50:150])[50] if len(resident) > 150 else resident[0]
+    late = sorted(resident[-100:])[len(resident[-100:]) // 2]
     return {
         "swaps": swaps,
         "recompiles": 0,
@@ -259,78 +233,134 @@ def bench_memory(
     }
 
 
-def check_equal(ours: nn.Module, theirs: nn.Module, x: Tensor) -> None:
-    """Both outputs, before anything is timed; they differ by bfloat16 rounding alone."""
-    with torch.no_grad():
-        a, b = ours(x).float(), theirs(x).float()
-    error = ((a - b).norm() / b.norm()).item()
-    if not error < 0.03:
-        raise AssertionError(f"outputs differ by {error:.3f} of their norm")
+def bench_own(paths: list[Path], rounds: int) -> Iterator[Figure]:
+    """Loads of the user's own adapters, in linears of their sizes, beside `hotswap_adapter`."""
+    infos = [inspect_adapter(path) for path in paths]
+    sizes = {name: shape for info in infos for name, shape in info.shapes.items()}
+    dtype = infos[0].dtypes[0]
+
+    def model() -> nn.Module:
+        root = nn.Module()
+        for name, shape in sizes.items():
+            parent = root
+            *parents, leaf = name.split(".")
+            for part in parents:
+                if part not in parent._modules:
+                    parent.add_module(part, nn.Module())
+                parent = parent._modules[part]
+            linear = nn.Linear(shape.in_features, shape.out_features, False, DEVICE, dtype)
+            parent.add_module(leaf, linear)
+        return root
+
+    manager = SlotManager.from_adapters(model(), paths)
+    cached = SlotManager.from_adapters(model(), paths, cache_bytes=CACHE)
+    for path in paths:
+        cached.load(path)
+    runs: dict[str, Callable[[], object]] = {
+        OURS: alternating(lambda path: manager.load(path), paths),
+        "lora_slots, cached": alternating(lambda path: cached.load(path), paths),
+    }
+    yield interleaved(f"load of {len(paths)} adapters in turn", runs, rounds)
+
+
+def alternating(run: Callable[[object], object], over: list) -> Callable[[], object]:
+    """Call ``run`` with the next of ``over`` each time."""
+    turns = cycle(str(item) if isinstance(item, Path) else item for item in over)
+    return lambda: run(next(turns))
+
+
+def calls(models: dict[str, Callable[[Tensor], Tensor]], x: Tensor) -> dict:
+    """One forward of each."""
+    return {name: (lambda model=model: model(x)) for name, model in models.items()}
+
+
+def copying(manager: SlotManager) -> Callable[[], object]:
+    """Copy as many bytes as the adapter in the manager's first slot has, block by block."""
+    blocks = manager._bank.held(0).blocks
+    targets = [torch.empty_like(block, device=DEVICE) for block in blocks]
+    return lambda: [target.copy_(b) for target, b in zip(targets, blocks, strict=True)]
+
+
+def compile_blocks(model: nn.Module) -> None:
+    """Compile each block by itself; all share one graph. On a GPU, as a CUDA graph."""
+    mode = "reduce-overhead" if DEVICE.type == "cuda" else None
+    for layer in model.layers:
+        layer.compile(fullgraph=True, dynamic=False, mode=mode)
 
 
 def table_of(figures: list[Figure]) -> Table:
-    """The figures, for people."""
-    table = Table(title="lora_slots beside PEFT (ms, median, quartiles in brackets)")
-    for column in ("what", "lora_slots", "PEFT", "PEFT / lora_slots"):
-        table.add_column(column, justify="left" if column == "what" else "right")
-    for f in figures:
-        table.add_row(
-            f.what,
-            f"{f.ours:.2f} ({f.ours_spread[0]:.2f}-{f.ours_spread[1]:.2f})",
-            f"{f.peft:.2f} ({f.peft_spread[0]:.2f}-{f.peft_spread[1]:.2f})",
-            f"{f.ratio:.2f}",
-        )
+    """The figures, for people: one row for each contender."""
+    table = Table(title="median and quartiles in ms; ratio to lora_slots")
+    for column in ("what", "contender", "ms", "quartiles", "ratio"):
+        table.add_column(column, justify="left" if column in ("what", "contender") else "right")
+    for figure in figures:
+        what = figure.what
+        for name, (middle, low, high) in figure.times.items():
+            ratio = "" if name == OURS else f"{figure.ratio(name):.2f}"
+            table.add_row(what, name, f"{middle:.2f}", f"{low:.2f}-{high:.2f}", ratio)
+            what = ""
     return table
 
 
-def processor_name() -> str:
-    """The processor's model, where Linux tells it."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return platform.machine()
-    models = [line.split(":")[1].strip() for line in lines if line.startswith("model name")]
-    return models[0] if models else platform.machine()
+def plot(figures: list[Figure], path: Path) -> None:
+    """Draw a bar for each contender of each figure, on a logarithmic axis."""
+    import matplotlib
 
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
 
-def environment() -> dict[str, str | int]:
-    """What a figure was measured on."""
-    return {
-        "processor": processor_name(),
-        "instructions": torch.backends.cpu.get_cpu_capability(),
-        "cores": psutil.cpu_count() or 0,
-        "torch": torch.__version__,
-        "peft": peft.__version__,
-        "lora_slots": lora_slots.__version__,
-        "threads": torch.get_num_threads(),
-    }
+    rows = [(f.what, name, t[0]) for f in figures for name, t in f.times.items()]
+    names = list(dict.fromkeys(name for _, name, _ in rows))
+    chart, axes = pyplot.subplots(figsize=(9, 0.28 * len(rows) + 1))
+    for position, (_, name, middle) in enumerate(rows):
+        axes.barh(position, middle, color=f"C{names.index(name)}")
+    axes.set_yticks(range(len(rows)), [f"{what}: {name}" for what, name, _ in rows], fontsize=7)
+    axes.invert_yaxis()
+    axes.set_xscale("log")
+    axes.set_xlabel("milliseconds")
+    chart.tight_layout()
+    chart.savefig(path, dpi=120)
 
 
 def main() -> None:
     """Run what was asked for, print a table, write JSON."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("parts", nargs="*", help="swap, forward, memory; all if none is named")
+    parser.add_argument("what", nargs="*", help=f"{', '.join(PARTS)}, or paths of adapters")
     parser.add_argument("--json", type=Path, default=Path(".cache/bench.json"))
-    parser.add_argument("--layers", type=int, default=28)
+    parser.add_argument("--plot", type=Path, help="write a picture (needs matplotlib)")
+    parser.add_argument("--layers", type=int, help="another number of layers")
     parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--swaps", type=int, default=1000)
     options = parser.parse_args()
-    parts = options.parts or ["swap", "forward", "memory"]
-    warnings.filterwarnings("ignore", message=".*", category=FutureWarning)
-    weights = base_weights(options.layers)
+    own = [Path(word) for word in options.what if word not in PARTS]
+    parts = [word for word in options.what if word in PARTS] or ([] if own else list(PARTS))
+    large = Shape(options.layers or LARGE.layers, LARGE.hidden, LARGE.mlp, LARGE.dtype)
+    small = Shape(options.layers or FORWARD.layers, FORWARD.hidden, FORWARD.mlp, FORWARD.dtype)
+    warnings.filterwarnings("ignore", category=FutureWarning)
     figures: list[Figure] = []
-    result: dict[str, object] = {"environment": environment(), "layers": options.layers}
+    result: dict[str, object] = {"environment": environment(), "large": str(large)}
     with tempfile.TemporaryDirectory() as temporary:
         root = Path(temporary)
+        if own:
+            figures += bench_own(own, options.rounds)
         if "swap" in parts:
-            figures += bench_swap(weights, root, options.rounds)
+            figures += bench_swap(large, root, options.rounds)
+            figures += bench_curve(large, root, options.rounds)
+            figures.append(bench_many(MANY, root))
+        if "switch" in parts:
+            figures += bench_switch(large, root, options.rounds)
         if "forward" in parts:
-            figures += bench_forward(weights, root, options.rounds)
+            figures += bench_forward(small, root, 4 * options.rounds)
+        if "startup" in parts:
+            figures += bench_startup(large, root)
         if "memory" in parts:
-            result["memory"] = bench_memory(weights, root)
-    result["figures"] = [asdict(figure) | {"ratio": figure.ratio} for figure in figures]
+            result["memory"] = bench_memory(large, root, options.swaps)
+    result["figures"] = [asdict(figure) for figure in figures]
     console.print(table_of(figures))
     if "memory" in result:
         console.print(result["memory"])
+    if options.plot:
+        plot(figures, options.plot)
     options.json.parent.mkdir(parents=True, exist_ok=True)
     options.json.write_text(json.dumps(result, indent=2) + "\n")
     console.print(f"written to {options.json}")

@@ -14,6 +14,8 @@ import train_adapters
 
 pytestmark = pytest.mark.slow
 
+bench_adapters = quickstart.ADAPTERS
+
 
 def test_the_quickstart_shows_right_answers_and_no_recompile(
     monkeypatch: pytest.MonkeyPatch,
@@ -32,17 +34,41 @@ def test_the_quickstart_shows_right_answers_and_no_recompile(
     assert all(name in capture.get() for name in quickstart.NAMES)
 
 
+@pytest.mark.parametrize(
+    ("part", "figures"), [("swap", 17), ("switch", 1), ("forward", 5), ("startup", 2)]
+)
 def test_the_benchmark_compares_outputs_and_writes_json(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    part: str, figures: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    tiny = {"layers": 1, "hidden": 64, "mlp": 96}
+    monkeypatch.setattr(bench, "LARGE", bench.Shape(**tiny, dtype=torch.bfloat16))
+    monkeypatch.setattr(bench, "FORWARD", bench.Shape(**tiny, dtype=torch.float32))
+    monkeypatch.setattr(bench, "MANY", bench.Shape(**tiny, dtype=torch.bfloat16))
+    # Eagerly, so that the compile takes seconds; everything else is real.
+    compile_ = torch.nn.Module.compile
+    monkeypatch.setattr(
+        torch.nn.Module, "compile", lambda self, **kw: compile_(self, backend="eager")
+    )
     output = tmp_path / "bench.json"
-    arguments = ["bench.py", "swap", "--layers", "1", "--rounds", "2", "--json", str(output)]
-    monkeypatch.setattr(sys, "argv", arguments)
+    monkeypatch.setattr(sys, "argv", ["bench.py", part, "--rounds", "2", "--json", str(output)])
     bench.main()
     result = json.loads(output.read_text())
     assert result["environment"]["torch"] == torch.__version__
-    assert len(result["figures"]) == 3
-    assert all(figure["ours"] > 0 and figure["peft"] > 0 for figure in result["figures"])
+    assert len(result["figures"]) == figures
+    times = [each for figure in result["figures"] for each in figure["times"].values()]
+    assert all(middle > 0 for middle, _, _ in times)
+
+
+def test_the_benchmark_takes_the_users_own_adapters(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = [str(bench_adapters / name) for name in ("pirate", "robot")]
+    output = tmp_path / "bench.json"
+    monkeypatch.setattr(sys, "argv", ["bench.py", *own, "--rounds", "2", "--json", str(output)])
+    bench.main()
+    (figure,) = json.loads(output.read_text())["figures"]
+    assert figure["what"] == "load of 2 adapters in turn"
+    assert figure["times"].keys() == {"lora_slots", "lora_slots, cached"}
 
 
 def test_an_adapter_can_be_trained_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

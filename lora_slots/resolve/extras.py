@@ -62,7 +62,8 @@ def take_extras(
         AttachError: The model's own tensor has no data to add to or to compare with.
     """
     found = list(found)
-    leftovers = Leftovers(raw, layout, naming, found)
+    low_rank = {target.module for target in layout if target.low_rank}
+    leftovers = Leftovers(raw, layout, naming, found, low_rank)
     rows: Rows = {}
     skipped: list[tuple[str, str]] = []
     modules: list[str] = []

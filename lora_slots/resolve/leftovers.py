@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -105,6 +105,7 @@ class Leftovers:
         layout: The model.
         naming: Finds the modules of the file.
         found: All names of modules in the file that the model has.
+        low_rank: The modules that take low-rank updates, of this file or of others.
         keys: The names of the tensors, by their kind.
         full_modules: The names that `SlotManager` would have to be given so as to make room.
         bias: Whether it would have to be given ``bias=True``.
@@ -114,6 +115,7 @@ class Leftovers:
     layout: Layout
     naming: Naming
     found: list[str]
+    low_rank: Collection[nn.Module]
     keys: dict[str, list[str]] = field(default_factory=dict)
     full_modules: dict[str, None] = field(default_factory=dict)
     bias: bool = False
@@ -131,7 +133,7 @@ class Leftovers:
         module = None if extra.owner is None else self.layout.modules[extra.owner]
         if module is None or extra.key.endswith(".base_layer.weight"):
             return
-        if extra.parameter in _BIASES and module in self.adapted:
+        if extra.parameter in _BIASES and module in self.low_rank:
             self.bias = True
         elif extra.parameter in module._parameters and module not in self.adapted:
             self.full_modules[self._saved_name(extra)] = None
@@ -200,6 +202,7 @@ def room_needs(
     layout: Layout,
     naming: Naming,
     found: Iterable[str],
+    low_rank: Collection[nn.Module],
 ) -> dict[str, Any]:
     """The options of `SlotManager` that make room for all these tensors.
 
@@ -209,9 +212,10 @@ def room_needs(
         layout: All layers of the model that take adapters; they need not have slots.
         naming: Finds the modules of the file.
         found: All names of modules in the file that the model has.
+        low_rank: The modules that will have low-rank slots.
     """
     found = list(found)
-    leftovers = Leftovers(raw, layout, naming, found)
+    leftovers = Leftovers(raw, layout, naming, found, low_rank)
     for key, tensor in extras.items():
         extra = read_extra(key, tensor, layout, naming)
         if not (is_replaced(key) or extra.is_idle or naming.other_component(extra.name, found)):

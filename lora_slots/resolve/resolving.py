@@ -142,7 +142,7 @@ def resolve(raw: RawAdapter, layout: Layout, *, strict: bool = True) -> Adapter:
         if names:
             of_component.warn_of_unused_patterns(names)
     updates = {
-        index: _update(index, layout.targets[index], pair, scaling)
+        index: update_of(index, layout.targets[index], pair, scaling)
         for index, (pair, scaling) in found.items()
     }
     for index, rows in [*tokens.items(), *whole.items()]:
@@ -174,7 +174,8 @@ def find_targets(
             yield pair.module, part, match
 
 
-def _update(index: int, target: Target, pair: Pair, scaling: float) -> ModuleUpdate:
+def update_of(index: int, target: Target, pair: Pair, scaling: float) -> ModuleUpdate:
+    """A pair as what its target module, whose index this is, makes of it."""
     others = {}
     if pair.lora_bias is not None:
         # In float64, so that the buffer's float32 is the only rounding.
