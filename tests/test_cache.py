@@ -189,6 +189,21 @@ def test_a_new_weight_is_not_taken_for_an_old_one_that_was_where_it_is(tmp_path:
         assert not manager.load(path).cached
 
 
+def test_a_tensor_that_was_like_the_models_own_is_compared_again(tmp_path: Path) -> None:
+    path = write_adapter(
+        tmp_path / "a", toy(bias=True), r=4, bias="all", target_modules=["q_proj", "v_proj"]
+    )
+    model = toy(bias=True)
+    manager = manager_of(model, bias=True)
+    assert len(manager.load(path).skipped) == 4
+    assert manager.load(path).cached
+    before = model(toy_input())
+    with torch.no_grad():
+        model.model.layers[0].q_proj.bias.add_(1)
+    assert len(manager.load(path).skipped) == 3
+    torch.testing.assert_close(model(toy_input()), before)
+
+
 def test_copies_start_with_an_empty_cache(tmp_path: Path) -> None:
     path = toy_folder(tmp_path / "a", 4)
     model = toy()

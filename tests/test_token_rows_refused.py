@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from conv_nets import random
 from embedding_models import Plain, llama, plain_with_room, token_rows, write_tokens
 from torch import nn

@@ -28,6 +28,9 @@ _VARIANTS = {
     "lora_diag": "KaSA",
 }
 
+# Why a tensor is skipped that would change nothing.
+AS_IN_THE_MODEL = "equal to the model's own"
+
 Rows = dict[int, dict[str, Tensor]]
 
 
@@ -105,7 +108,7 @@ def _why_idle(
     if extra.key.endswith(".alpha") and f"{extra.key.removesuffix('.alpha')}.diff" in extras:
         return "scales no diff"
     if extra.is_idle:
-        return "all zero" if extra.diff else "equal to the model's own"
+        return "all zero" if extra.diff else AS_IN_THE_MODEL
     return ""
 
 
