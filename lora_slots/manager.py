@@ -327,8 +327,8 @@ class SlotManager:
         loading an adapter that is not activated into a free slot, does not wait. In a thread that
         holds, a change raises `HoldError`. Enter it outside of compiled code.
 
-        On a GPU, copies run on the current stream of the thread that makes the change. Where that is
-        not the stream of the forward, synchronise with it before leaving.
+        On a GPU, copies run on the current stream of the thread that makes the change. Where that
+        is not the stream of the forward, synchronise with it before leaving.
 
         Raises:
             AttachError: The manager was detached.

@@ -75,8 +75,8 @@ class Bank:
 
     In ``lora_A``, ``lora_B`` and ``scaling``, a slot owns a run of as many rows as its adapter
     needs; in every other buffer, slot ``s`` owns rows ``s * n : (s + 1) * n``, n the same for all.
-    What is not needed is zero. Every write happens whole or is rolled back, and rows that contribute
-    now are written only while nobody holds. One thread changes at a time: callers see to that.
+    What is not needed is zero. Every write happens whole or is rolled back, and rows in use are
+    written only while nobody holds. One thread changes at a time: callers see to that.
     """
 
     def __init__(
