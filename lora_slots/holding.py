@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 
 from lora_slots.errors import HoldError
 
@@ -28,8 +28,7 @@ class HoldLock:
         self._lock = threading.Lock()
         # Waited on, but entered by the lock: an interrupt can end Condition.__enter__ halfway.
         self._changed = threading.Condition(self._lock)
-        self._changes = threading.Lock()
-        self._changer: int | None = None
+        self._changes = threading.RLock()
         self._closed = False
         # Holds by a token of their own, each with its thread.
         self._holds: dict[object, int] = {}
@@ -45,7 +44,7 @@ class HoldLock:
         token, thread = object(), threading.get_ident()
         try:
             with self._lock:
-                if self._closed and thread != self._changer and not self._is_held_by(thread):
+                if self._closed and not self._is_inside(thread):
                     self._waiting[token] = thread
                     while self._closed and token in self._waiting:
                         self._changed.wait(_POLL)
@@ -60,30 +59,27 @@ class HoldLock:
                 self._holds.pop(token, None)
                 self._changed.notify_all()
 
-    @contextmanager
-    def changing(self) -> Iterator[None]:
-        """Keep other changes out.
+    def changing(self) -> AbstractContextManager[bool | None]:
+        """A context that keeps other changes out.
 
         Raises:
             HoldError: This thread holds, or is changing something: it would wait for itself.
         """
         self.refuse_holder()
-        with self._changes:
-            try:
-                self._changer = threading.get_ident()
-                yield
-            finally:
-                self._changer = None
+        return self._changes
 
-    @contextmanager
-    def alone(self) -> Iterator[None]:
-        """Inside `changing`: wait for all holders to leave, and keep new ones out."""
+    def alone(self, change: Callable[[], None]) -> None:
+        """Inside `changing`: wait for all holders to leave, and make a change before any come.
+
+        Args:
+            change: Makes it. No context, since Python may be interrupted while it leaves one.
+        """
         try:
             with self._lock:
                 self._closed = True
                 while self._holds:
                     self._changed.wait(_POLL)
-            yield
+            change()
         finally:
             self._closed = False
             with self._lock:
@@ -97,17 +93,21 @@ class HoldLock:
         Raises:
             HoldError: This thread holds, or is changing something.
         """
-        thread = threading.get_ident()
-        if self._is_held_by(thread):
-            raise HoldError(
-                "adapters must not change inside hold(), got a change from a thread that holds; "
-                "make it after the `with` block, or in another thread without waiting for it there"
-            )
-        if self._changer == thread:
+        if self._is_changing():
             raise HoldError(
                 "adapters must not change while this thread is changing them already, as inside "
                 "warmup(); make the change afterwards"
             )
+        if self._is_inside(threading.get_ident()):
+            raise HoldError(
+                "adapters must not change inside hold(), got a change from a thread that holds; "
+                "make it after the `with` block, or in another thread without waiting for it there"
+            )
 
-    def _is_held_by(self, thread: int) -> bool:
-        return thread in self._holds.values()
+    def _is_inside(self, thread: int) -> bool:
+        """Whether this thread, whose identity is given, need not wait for a change to hold."""
+        return self._is_changing() or thread in self._holds.values()
+
+    def _is_changing(self) -> bool:
+        """Whether this thread is the one that changes something."""
+        return self._changes._is_owned()  # type: ignore[attr-defined, no-any-return]

@@ -365,10 +365,13 @@ class SlotManager:
         self._check_usable()
         from tqdm import tqdm
 
-        with self._lock.changing(), self._lock.alone():
+        def run() -> None:
             for rows in tqdm(self._bank.buckets, desc="compiling", unit="graph", disable=None):
                 with self._bank.showing(rows):
                     fn()
+
+        with self._lock.changing():
+            self._lock.alone(run)
 
     def verify(self, fn: Callable[[], object]) -> None:
         """Run ``fn`` once, eagerly, and check that the model calls every target module.
@@ -426,13 +429,16 @@ class SlotManager:
 
         A compiled model compiles once more.
         """
-        with self._lock.changing(), self._lock.alone():
+        with self._lock.changing():
             self._check_usable()
-            detach(self._layout)
-            for owner in _owners(self._model):
-                del vars(owner)[_ATTRIBUTE]
-            # A manager that is kept around keeps no buffers and no host copies alive.
-            del self._bank, self._layout, self._loader, self._modules
+            self._lock.alone(self._detach)
+
+    def _detach(self) -> None:
+        detach(self._layout)
+        for owner in _owners(self._model):
+            del vars(owner)[_ATTRIBUTE]
+        # A manager that is kept around keeps no buffers and no host copies alive.
+        del self._bank, self._layout, self._loader, self._modules
 
     def __repr__(self) -> str:
         """Show the sizes and what is loaded."""

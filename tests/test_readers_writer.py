@@ -58,10 +58,15 @@ def holder(lock: HoldLock) -> Holder:
     return made
 
 
+def changing(lock: HoldLock) -> None:
+    with lock.changing():
+        pass
+
+
 def change(lock: HoldLock) -> Task:
     def run() -> None:
-        with lock.changing(), lock.alone():
-            pass
+        with lock.changing():
+            lock.alone(lambda: None)
 
     return Task(run)
 
@@ -114,7 +119,7 @@ def test_a_nested_hold_ends_with_the_outermost(lock):
 def test_what_no_holder_can_notice_does_not_wait(lock):
     held = holder(lock)
     with lock.changing():
-        other = Task(lambda: lock.changing().__enter__())
+        other = Task(lambda: changing(lock))
         assert waits(other)
     other.result()
     held.done()
@@ -144,11 +149,14 @@ def test_a_change_from_a_thread_that_holds_is_refused(lock):
 
 
 def test_a_change_inside_a_change_is_refused(lock):
-    with lock.changing(), lock.alone():
-        with pytest.raises(HoldError, match="changing them already"), lock.changing():
-            pass
+    def change() -> None:
+        with pytest.raises(HoldError, match="changing them already"):
+            lock.changing()
         with lock.hold():  # but its forwards may hold
             pass
+
+    with lock.changing():
+        lock.alone(change)
     assert_free(lock)
 
 
@@ -156,10 +164,19 @@ class Mishap(BaseException):
     pass
 
 
-@pytest.mark.parametrize("context", ["hold", "changing", "alone"])
-def test_an_exception_inside_leaves_the_lock_free(lock, context):
-    with pytest.raises(Mishap), getattr(lock, context)():
-        raise Mishap
+def mishap() -> None:
+    raise Mishap
+
+
+def test_an_exception_inside_leaves_the_lock_free(lock):
+    with pytest.raises(Mishap), lock.hold():
+        mishap()
+    assert_free(lock)
+    with pytest.raises(Mishap), lock.changing():
+        mishap()
+    assert_free(lock)
+    with pytest.raises(Mishap), lock.changing():
+        lock.alone(mishap)
     assert_free(lock)
 
 
@@ -183,8 +200,9 @@ def test_neither_side_starves(lock, many_switches):
 
     def change(number: int) -> None:
         while time.monotonic() < end:
-            with lock.changing(), lock.alone():
-                counts["changes"][number] += 1
+            with lock.changing():
+                lock.alone(lambda: None)
+            counts["changes"][number] += 1
 
     together(*(lambda n=n: hold(n) for n in range(4)), *(lambda n=n: change(n) for n in range(3)))
     assert all(count > 20 for count in counts["holds"]), counts
@@ -205,12 +223,15 @@ def test_no_holder_ever_sees_a_change_halfway(lock, many_switches):
                 assert before == tuple(pair)
                 assert pair[0] == pair[1]
 
+    def both() -> None:
+        pair[0] += 1
+        time.sleep(0)
+        pair[1] += 1
+
     def change() -> None:
         while time.monotonic() < end:
-            with lock.changing(), lock.alone():
-                pair[0] += 1
-                time.sleep(0)
-                pair[1] += 1
+            with lock.changing():
+                lock.alone(both)
 
     together(hold, hold, hold, change, change)
     assert pair[0] == pair[1] > 0
@@ -245,8 +266,8 @@ def test_interrupts_anywhere_leave_the_lock_free(lock, many_switches):
 
     def change() -> None:
         while True:
-            with lock.changing(), lock.alone():
-                pass
+            with lock.changing():
+                lock.alone(lambda: None)
 
     for _ in range(100):
         tasks = [Task(hold), Task(hold), Task(change), Task(change)]

@@ -29,7 +29,9 @@ class Task:
                 self._over = True
         except BaseException as error:
             self._over = True
-            self._error = error
+            # Of an interrupt, no traceback: its frames would keep what was interrupted.
+            interrupted = isinstance(error, KeyboardInterrupt)
+            self._error = KeyboardInterrupt() if interrupted else error
 
     def result(self, limit: float = LIMIT) -> object:
         self.thread.join(limit)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import cast
 
 import numpy as np
@@ -232,15 +233,16 @@ class Bank:
         try:
             self._zero(work.unused, old, state)
             self._fill(work.early, state)
-            with self._lock.alone() if work.is_seen else nullcontext():
-                self._flip(work, state, undo)
+            flip = partial(self._flip, work, state, undo)
+            if work.is_seen:
+                self._lock.alone(flip)
+            else:
+                flip()
             if not work.late:
                 self._zero(work.used, old, state)
         except BaseException:
             if self.state is state:
-                with self._lock.alone():
-                    self._flip_back(work, state, undo)
-                    self.state = old
+                self._lock.alone(partial(self._flip_back, work, state, undo, old))
             self._zero(work.early, state, undo)
             self._fill(work.unused, undo)
             raise
@@ -290,14 +292,14 @@ class Bank:
             self._steer(old, new)
             self.state = new
         except BaseException:
-            self._flip_back(work, new, undo)
-            self.state = old
+            self._flip_back(work, new, undo, old)
             raise
 
-    def _flip_back(self, work: _Work, new: BankState, undo: BankState) -> None:
+    def _flip_back(self, work: _Work, new: BankState, undo: BankState, old: BankState) -> None:
         self._zero(work.changed, new, undo)
         self._fill(work.changed, undo)
         self._steer(new, undo)
+        self.state = old
 
     def _steer(self, old: BankState, new: BankState) -> None:
         for steering, table in zip(self._steering, new.tables, strict=True):
