@@ -33,6 +33,10 @@ class NoFreeSlotError(LoraSlotsError, RuntimeError):
     """All slots hold an adapter and the name to load is a new one."""
 
 
+class HoldError(LoraSlotsError, RuntimeError):
+    """Adapters were to change in a thread that holds them as they are."""
+
+
 class RecompileError(LoraSlotsError, RuntimeError):
     """Compiled code was compiled again, or ran eagerly, where that was ruled out.
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Self
@@ -21,7 +20,7 @@ from lora_slots.attach.attaching import (
 from lora_slots.attach.choices import ALL_LINEAR, TargetModules
 from lora_slots.attach.components import all_modules, components_of, parts_of, root_of, unwrap
 from lora_slots.attach.survey import survey
-from lora_slots.bank.bank import Bank
+from lora_slots.bank.bank import Bank, BankState
 from lora_slots.bank.buckets import RankBuckets, bucket_sizes
 from lora_slots.errors import (
     ArgumentError,
@@ -29,6 +28,7 @@ from lora_slots.errors import (
     NotAttachedError,
     TargetMismatchError,
 )
+from lora_slots.holding import HoldLock
 from lora_slots.inspecting.fitting import fit
 from lora_slots.layers.watch import listen
 from lora_slots.loading import CompressTo, Loader, Prepared
@@ -141,10 +141,11 @@ class SlotManager:
         self._model = root
         self._modules = tuple(root.modules())
         self._layout = layout
-        self._bank = Bank(layout, max_rank=max_rank, num_slots=num_slots, buckets=buckets)
+        self._lock = HoldLock()
+        self._bank = Bank(
+            layout, self._lock, max_rank=max_rank, num_slots=num_slots, buckets=buckets
+        )
         self._loader = Loader(layout, max_rank=max_rank, cache_bytes=cache_bytes)
-        self._roster = Roster(num_slots)
-        self._lock = threading.RLock()
         # On the model, so that copies and pickles of it bring their manager along.
         for owner in _owners(root):
             vars(owner)[_ATTRIBUTE] = self
@@ -210,7 +211,9 @@ class SlotManager:
     ) -> LoadReport:
         """Copy an adapter into a slot. Never recompiles; a failure changes nothing.
 
-        A new name takes a free slot. A name that is loaded is hotswapped: its slot is overwritten.
+        A new name takes a free slot. A name that is loaded is hotswapped: it moves to a free slot,
+        so that nothing is written over rows in use, or if there is none its slot is overwritten.
+        Only what a forward would notice waits for those who `hold`.
 
         Args:
             source: A PEFT folder, a file, a hub id, or what `read_adapter` returned.
@@ -233,14 +236,15 @@ class SlotManager:
             NoFreeSlotError: The name is new and every slot is taken.
             ArgumentError: The name, the weight or ``compress_to`` has no meaning.
             AttachError: The manager was detached, or the model is in a state that ignores slots.
+            HoldError: This thread holds.
         """
+        self._lock.refuse_holder()  # an error here saves the reading
         prepared = self._prepare(source, adapter_name, strict, compress_to, reuse=True)
-        with self._lock:
+        with self._lock.changing():
             self._check_usable()
-            slot = self._roster.slot_for(adapter_name)
             roster = self._roster.with_loaded(adapter_name, weight=weight, activate=activate)
-            self._bank.write(slot, prepared.staged, roster.slot_weights())
-            self._roster = roster
+            slot = roster[adapter_name].slot
+            self._bank.write(slot, prepared.staged, roster)
             return prepared.report(adapter_name, slot)
 
     def check(
@@ -253,21 +257,20 @@ class SlotManager:
     ) -> LoadReport:
         """What `load` would report, or the error it would raise. Writes nothing."""
         prepared = self._prepare(source, adapter_name, strict, compress_to)
-        with self._lock:
-            self._check_usable()
-            return prepared.report(adapter_name, self._roster.slot_for(adapter_name))
+        self._check_usable()
+        return prepared.report(adapter_name, self._roster.slot_for(adapter_name))
 
     def unload(self, adapter_name: str) -> None:
         """Empty the adapter's slot; the output is exactly what it was without it.
 
         Raises:
             UnknownAdapterError: No adapter of that name is loaded.
+            HoldError: This thread holds, as for all changes below.
         """
-        with self._lock:
+        with self._lock.changing():
             self._check_usable()
             roster = self._roster.without(adapter_name)
-            self._bank.write(self._roster[adapter_name].slot, None, roster.slot_weights())
-            self._roster = roster
+            self._bank.write(self._roster[adapter_name].slot, None, roster)
 
     def set_adapters(
         self,
@@ -316,6 +319,23 @@ class SlotManager:
         """The names of those that are selected and whose weight is not 0."""
         return tuple(name for name, entry in self._roster.entries.items() if entry.active)
 
+    def hold(self) -> AbstractContextManager[None]:
+        """A context in which no adapter changes: a forward sees the same ones in all its layers.
+
+        Any number of threads hold at a time, and a thread may nest holds. A change in another
+        thread waits until all have left, and new ones wait for it; what no forward would notice, as
+        loading an adapter that is not activated into a free slot, does not wait. In a thread that
+        holds, a change raises `HoldError`. Enter it outside of compiled code.
+
+        On a GPU, copies run on the current stream of the thread that makes the change. Where that
+        is not the stream of the forward, synchronise with it before leaving.
+
+        Raises:
+            AttachError: The manager was detached.
+        """
+        self._check_usable()
+        return self._lock.hold()
+
     def no_recompile(self, *, allow_first: bool = False) -> AbstractContextManager[None]:
         """A context that raises where code is compiled in the calling thread.
 
@@ -339,15 +359,19 @@ class SlotManager:
         of these runs mean nothing.
 
         Args:
-            fn: Calls the compiled model as it will be used, for a prompt and for a token.
+            fn: Calls the compiled model as it will be used, for a prompt and for a token; in the
+                thread that calls it, since all others that `hold` wait meanwhile.
         """
         self._check_usable()
         from tqdm import tqdm
 
-        with self._lock:
+        def run() -> None:
             for rows in tqdm(self._bank.buckets, desc="compiling", unit="graph", disable=None):
                 with self._bank.showing(rows):
                     fn()
+
+        with self._lock.changing():
+            self._lock.alone(run)
 
     def verify(self, fn: Callable[[], object]) -> None:
         """Run ``fn`` once, eagerly, and check that the model calls every target module.
@@ -375,16 +399,13 @@ class SlotManager:
 
     def status(self) -> ManagerStatus:
         """What is loaded where, and what it costs. Reads names and sizes only."""
-        with self._lock:
-            self._check_usable()
-            return self._status()
-
-    def _status(self) -> ManagerStatus:
-        names = {entry.slot: name for name, entry in self._roster.entries.items()}
-        slots = [self._slot_status(slot, names.get(slot)) for slot in range(self._bank.num_slots)]
+        self._check_usable()
+        state = self._bank.state  # read once: another thread may change it
+        names = {entry.slot: name for name, entry in state.roster.entries.items()}
+        slots = [_slot_status(slot, names.get(slot), state) for slot in range(len(state.held))]
         parts = dict.fromkeys(target.component for target in self._layout)
         components = {part: self._component_status(part) for part in parts}
-        return ManagerStatus(tuple(slots), self._roster.enabled, self._bank.max_rank, components)
+        return ManagerStatus(tuple(slots), state.roster.enabled, self._bank.max_rank, components)
 
     def _component_status(self, component: str) -> ComponentStatus:
         layers = [target.slots for target in self._layout if target.component == component]
@@ -408,23 +429,16 @@ class SlotManager:
 
         A compiled model compiles once more.
         """
-        with self._lock:
+        with self._lock.changing():
             self._check_usable()
-            detach(self._layout)
-            for owner in _owners(self._model):
-                del vars(owner)[_ATTRIBUTE]
-            self._roster = Roster(self._bank.num_slots)
-            # A manager that is kept around keeps no buffers and no host copies alive.
-            del self._bank, self._layout, self._loader, self._modules
+            self._lock.alone(self._detach)
 
-    def __getstate__(self) -> dict[str, object]:
-        """Copies and pickles get a lock of their own."""
-        return {name: value for name, value in vars(self).items() if name != "_lock"}
-
-    def __setstate__(self, state: dict[str, object]) -> None:
-        """Undo `__getstate__`."""
-        vars(self).update(state)
-        self._lock = threading.RLock()
+    def _detach(self) -> None:
+        detach(self._layout)
+        for owner in _owners(self._model):
+            del vars(owner)[_ATTRIBUTE]
+        # A manager that is kept around keeps no buffers and no host copies alive.
+        del self._bank, self._layout, self._loader, self._modules
 
     def __repr__(self) -> str:
         """Show the sizes and what is loaded."""
@@ -454,22 +468,15 @@ class SlotManager:
         return self._loader.prepare(source, strict=strict, compress_to=compress_to, spare=spare)
 
     def _update(self, change: Callable[[Roster], Roster]) -> None:
-        with self._lock:
+        with self._lock.changing():
             self._check_usable()
             refusals.refuse_fast_path(self._layout)
-            roster = change(self._roster)
-            self._bank.set_weights(roster.slot_weights())
-            self._roster = roster
+            self._bank.set_weights(change(self._roster))
 
-    def _slot_status(self, slot: int, name: str | None) -> SlotStatus:
-        staged = self._bank.held(slot)
-        if name is None or staged is None:
-            return SlotStatus(slot)
-        entry = self._roster[name]
-        return SlotStatus(
-            slot, name, staged.source, max(staged.ranks), entry.weight, entry.active,
-            len(staged.targets),
-        )  # fmt: skip
+    @property
+    def _roster(self) -> Roster:
+        bank = vars(self).get("_bank")
+        return Roster(0) if bank is None else bank.state.roster
 
     def _check_usable(self) -> None:
         if vars(self._model).get(_ATTRIBUTE) is not self:
@@ -479,6 +486,17 @@ class SlotManager:
 def _owners(root: nn.Module) -> Iterable[nn.Module]:
     """The modules that know their manager: the root and all components."""
     return dict.fromkeys((root, *parts_of(root).values()))
+
+
+def _slot_status(slot: int, name: str | None, state: BankState) -> SlotStatus:
+    staged = state.held[slot]
+    if name is None or staged is None:
+        return SlotStatus(slot)
+    entry = state.roster[name]
+    return SlotStatus(
+        slot, name, staged.source, max(staged.ranks), entry.weight, entry.active,
+        len(staged.targets),
+    )  # fmt: skip
 
 
 def _describe(root: nn.Module) -> str:

@@ -52,7 +52,9 @@ class Roster:
         return entry
 
     def slot_for(self, adapter_name: str) -> int:
-        """The slot that a load under this name writes: its own, or the first free one.
+        """The slot that a load under this name writes: the first free one, or else its own.
+
+        What a loaded adapter holds is left alone where possible: it may be in use.
 
         Raises:
             ArgumentError: The name is no non-empty string.
@@ -60,10 +62,10 @@ class Roster:
         """
         if not isinstance(adapter_name, str) or not adapter_name:
             raise ArgumentError(f"adapter_name must be a non-empty string, got {adapter_name!r}")
-        if adapter_name in self.entries:
-            return self.entries[adapter_name].slot
         taken = {entry.slot for entry in self.entries.values()}
         free = next((slot for slot in range(self.num_slots) if slot not in taken), None)
+        if free is None and adapter_name in self.entries:
+            return self.entries[adapter_name].slot
         if free is None:
             raise NoFreeSlotError(
                 f"adapter {adapter_name!r} needs a free slot, but all {self.num_slots} are taken "
@@ -78,7 +80,7 @@ class Roster:
         """Add or replace an adapter; None keeps what a loaded one has, else means 1.0 and True."""
         slot = self.slot_for(adapter_name)
         known = adapter_name in self.entries
-        entry = self.entries[adapter_name] if known else Entry(slot)
+        entry = replace(self.entries[adapter_name], slot=slot) if known else Entry(slot)
         if weight is not None:
             entry = replace(entry, weight=checked_weight(weight))
         if activate is not None:

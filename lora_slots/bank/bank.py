@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import cast
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from lora_slots.bank.rows import place
 from lora_slots.bank.steering import Steering, Table, Tables
+from lora_slots.holding import HoldLock
 from lora_slots.layers import SlotLayer
 from lora_slots.layers.base import BY_RANK
 from lora_slots.layout import Layout
+from lora_slots.roster import Roster
 from lora_slots.staging.staged import StagedAdapter, StagedRows
 
 _RECENT_TABLES = 16
@@ -25,20 +29,46 @@ _KnownViews = tuple[int | None, tuple[int, ...], tuple[int, ...], list[Tensor], 
 
 
 @dataclass(frozen=True, eq=False)
-class _State:
-    """What the model holds.
+class BankState:
+    """What the model holds, and for whom. Replaced as one: who reads it once sees no half change.
 
     Attributes:
+        roster: Whose the slots are.
         held: What each slot holds.
         starts: The first row by rank of each slot that holds something.
         tables: What the steering buffers hold.
         shown: How many rows the model's forward sees; None: all.
     """
 
+    roster: Roster
     held: tuple[StagedAdapter | None, ...]
     starts: Mapping[int, int]
     tables: Tables
     shown: int | None = None
+
+
+@dataclass(frozen=True)
+class _Work:
+    """Slots that hold something else, or elsewhere, than before.
+
+    Attributes:
+        changed: All of them.
+        unused: Those that contribute nothing before.
+        early: Those of ``unused`` that get rows that contribute nothing before.
+        late: The others that hold something.
+        is_seen: Whether a forward would notice the change.
+    """
+
+    changed: Sequence[int]
+    unused: Sequence[int]
+    early: Sequence[int]
+    late: Sequence[int]
+    is_seen: bool
+
+    @property
+    def used(self) -> list[int]:
+        """Those that contribute before."""
+        return [slot for slot in self.changed if slot not in self.unused]
 
 
 class Bank:
@@ -46,12 +76,14 @@ class Bank:
 
     In ``lora_A``, ``lora_B`` and ``scaling``, a slot owns a run of as many rows as its adapter
     needs; in every other buffer, slot ``s`` owns rows ``s * n : (s + 1) * n``, n the same for all.
-    What is not needed is zero. Every write happens whole or is rolled back.
+    What is not needed is zero. Every write happens whole or is rolled back, and rows in use are
+    written only while nobody holds. One thread changes at a time: callers see to that.
     """
 
     def __init__(
         self,
         layout: Layout,
+        lock: HoldLock,
         *,
         max_rank: int,
         num_slots: int,
@@ -61,6 +93,7 @@ class Bank:
 
         Args:
             layout: The target modules, with slots attached.
+            lock: Keeps holders out where they would notice a write.
             max_rank: The largest rank of an adapter.
             num_slots: How many adapters can be held.
             buckets: How many rows the model's forward may see, ascending, all rows last: it sees
@@ -72,17 +105,19 @@ class Bank:
         self._buckets = None if buckets is None else tuple(buckets)
         # Rows are owned in multiples of this.
         self._granule = max_rank if buckets is None else min(_GRANULE, max_rank)
+        self._lock = lock
         self._layers: list[SlotLayer] = [target.slots for target in layout]
         self._spare: tuple[Tensor, ...] = ()
         self._known_views: dict[tuple[int, str], _KnownViews] = {}
         # Tables by the weights they are for, since users go back and forth between a few mixes.
-        self._recent: dict[tuple[tuple[int, float], ...], _State] = {}
+        self._recent: dict[tuple[tuple[int, float], ...], BankState] = {}
         # How often the buffers had been replaced when each slot was written.
         self._generations = [SlotLayer.generation] * num_slots
         nothing: tuple[None, ...] = (None,) * num_slots
         self._steering = [Steering(self._layers, name) for name in Tables._fields]
-        self._state = _State(nothing, {}, self._tables(nothing, {}, {}))
-        self._enter(self._planned(nothing, {}))
+        nobody = Roster(num_slots)
+        self.state = BankState(nobody, nothing, {}, self._tables(nothing, {}, {}))
+        self._enter(self._planned(nothing, nobody))
 
     def __getstate__(self) -> dict[str, object]:
         """Copies and pickles have buffers of their own."""
@@ -94,55 +129,56 @@ class Bank:
 
     def held(self, slot: int) -> StagedAdapter | None:
         """What ``slot`` holds."""
-        return self._state.held[slot]
+        return self.state.held[slot]
 
     def take_spare(self) -> tuple[Tensor, ...]:
         """Host memory of the adapter that was overwritten last, which nothing refers to now."""
         spare, self._spare = self._spare, ()
         return spare
 
-    def write(self, slot: int, staged: StagedAdapter | None, weights: Mapping[int, float]) -> None:
-        """Replace what ``slot`` holds, then set the weight of every slot.
+    def write(self, slot: int, staged: StagedAdapter | None, roster: Roster) -> None:
+        """Replace what ``slot`` holds, empty those that are nobody's, and set all weights.
 
         Args:
             slot: The slot to write.
             staged: What it shall hold; None empties it.
-            weights: The weight of each slot that shall contribute; others contribute nothing.
+            roster: Whose the slots are now.
 
         Raises:
             ArgumentError: A weight times a scaling leaves the range of float32. Nothing is written.
             BaseException: Whatever a copy raises, after everything was put back as it was.
         """
-        before = self._state.held[slot]
-        held = list(self._state.held)
+        before = self.state.held
+        owned = {entry.slot for entry in roster.entries.values()}
+        held = [own if number in owned else None for number, own in enumerate(before)]
         held[slot] = staged
         self._recent.clear()
-        self._enter(self._planned(tuple(held), weights))
-        self._spare = () if before is None or staged is None else before.blocks
+        self._enter(self._planned(tuple(held), roster))
+        replaced = (own.blocks for own in before if own is not None and own not in held)
+        self._spare = () if staged is None else next(replaced, ())
 
-    def set_weights(self, weights: Mapping[int, float]) -> None:
+    def set_weights(self, roster: Roster) -> None:
         """Set which slots contribute, and how much.
 
         Raises:
             ArgumentError: A weight times a scaling leaves the range of float32. Nothing is written.
             BaseException: Whatever a copy raises, after everything was put back as it was.
         """
-        key = tuple(sorted(weights.items()))
-        state = self._recent.get(key) or self._planned(self._state.held, weights)
-        self._enter(state)
+        key = tuple(sorted(roster.slot_weights().items()))
+        state = self._recent.get(key) or self._planned(self.state.held, roster)
+        self._enter(replace(state, roster=roster))
         if len(self._recent) >= _RECENT_TABLES:
             self._recent.clear()
         self._recent[key] = state
 
-    def _planned(
-        self, held: tuple[StagedAdapter | None, ...], weights: Mapping[int, float]
-    ) -> _State:
-        """The state that holds ``held`` and steers by ``weights``, moving as little as possible."""
+    def _planned(self, held: tuple[StagedAdapter | None, ...], roster: Roster) -> BankState:
+        """The state that holds ``held`` and steers by ``roster``, moving as little as possible."""
+        weights = roster.slot_weights()
         needs = {slot: need for slot, own in enumerate(held) if (need := self._need(own))}
-        known = self._state.held
+        known = self.state.held
         before = {
             slot: start
-            for slot, start in self._state.starts.items()
+            for slot, start in self.state.starts.items()
             if slot in needs and needs[slot] <= self._need(known[slot])
         }
         active = [slot for slot in weights if slot in needs]
@@ -150,9 +186,11 @@ class Bank:
         if self._buckets is not None:
             low = sum(needs[slot] for slot in active)
             shown = next(rows for rows in self._buckets if rows >= low)
-        starts = place(needs, before, total=self.rows, active=active, limit=shown)
+        # Rows that are given up may be in use until then.
+        left = {s: self._owned(s, self.state) for s in self.state.starts if s not in needs}
+        starts = place(needs, before, total=self.rows, active=active, limit=shown, given_up=left)
         assert starts is not None
-        return _State(held, starts, self._tables(held, starts, weights), shown)
+        return BankState(roster, held, starts, self._tables(held, starts, weights), shown)
 
     @property
     def rows(self) -> int:
@@ -171,7 +209,7 @@ class Bank:
         try:
             yield
         finally:
-            self._show(self._state.shown)
+            self._show(self.state.shown)
 
     def _show(self, rows: int | None) -> None:
         for layer in self._layers:
@@ -182,45 +220,110 @@ class Bank:
         rank = 0 if staged is None else max(staged.ranks)
         return min(-(-rank // self._granule) * self._granule, self.max_rank)
 
-    def _enter(self, state: _State) -> None:
-        """Bring the model from its state to another, or leave it as it was."""
+    def _enter(self, state: BankState) -> None:
+        """Bring the model from its state to another, or leave it as it was.
+
+        First what contributes nothing yet is written. Then holders are waited for, if they would
+        notice what follows, and what they see is flipped. At last rows that were given up are
+        zeroed.
+        """
+        old = self.state
+        work = self._work(old, state)
+        undo = self._undo(work.changed)
+        try:
+            self._zero(work.unused, old, state)
+            self._fill(work.early, state)
+            flip = partial(self._flip, work, state, undo)
+            if work.is_seen:
+                self._lock.alone(flip)
+            else:
+                flip()
+            if not work.late:
+                self._zero(work.used, old, state)
+        except BaseException:
+            if self.state is state:
+                self._lock.alone(partial(self._flip_back, work, state, undo, old))
+            self._zero(work.early, state, undo)
+            self._fill(work.unused, undo)
+            raise
+        for slot in work.changed:
+            self._generations[slot] = SlotLayer.generation
+
+    def _work(self, old: BankState, new: BankState) -> _Work:
+        """What has to be written between two states, by whether anyone may be reading it."""
         changed = [
             slot
             for slot in range(self.num_slots)
-            if state.held[slot] is not self._state.held[slot]
-            or state.starts.get(slot) != self._state.starts.get(slot)
+            if new.held[slot] is not old.held[slot] or new.starts.get(slot) != old.starts.get(slot)
         ]
-        undo = self._state
-        if changed:
-            held = [
-                self._backup(slot, own) if slot in changed else own
-                for slot, own in enumerate(self._state.held)
-            ]
-            undo = replace(self._state, held=tuple(held))
-        try:
-            self._copy(changed, self._state, state)
-            self._steer(self._state, state)
-        except BaseException:
-            self._copy(changed, state, undo)
-            self._steer(state, undo)
-            raise
-        self._state = state
-        for slot in changed:
-            self._generations[slot] = SlotLayer.generation
+        in_use = old.roster.slot_weights().keys()
+        read = [self._owned(slot, old) for slot in in_use]
+        unused = [slot for slot in changed if slot not in in_use]
+        early = [slot for slot in unused if not _overlap(self._owned(slot, new), read)]
+        late = [s for s in changed if s not in early and new.held[s] is not None]
+        is_seen = (
+            bool(late)
+            or new.shown != old.shown
+            or not np.array_equal(new.tables.scaling, old.tables.scaling)
+            or not np.array_equal(new.tables.weights, old.tables.weights)
+        )
+        return _Work(changed, unused, early, late, is_seen)
 
-    def _steer(self, old: _State, new: _State) -> None:
+    def _owned(self, slot: int, state: BankState) -> range:
+        """The rows by rank that a slot owns."""
+        start = state.starts.get(slot, 0)
+        return range(start, start + self._need(state.held[slot]))
+
+    def _undo(self, changed: Collection[int]) -> BankState:
+        """The state of the model, with what its buffers hold now."""
+        held = [
+            self._backup(slot, own) if slot in changed else own
+            for slot, own in enumerate(self.state.held)
+        ]
+        return replace(self.state, held=tuple(held))
+
+    def _flip(self, work: _Work, new: BankState, undo: BankState) -> None:
+        """Let the new state be seen, and be what this bank says; or neither."""
+        old = self.state
+        try:
+            if work.late:
+                self._zero(work.used, old, new)
+                self._fill(work.late, new)
+            self._steer(old, new)
+            self.state = new
+        except BaseException:
+            self._flip_back(work, new, undo, old)
+            raise
+
+    def _flip_back(self, work: _Work, new: BankState, undo: BankState, old: BankState) -> None:
+        self._zero(work.changed, new, undo)
+        self._fill(work.changed, undo)
+        self._steer(new, undo)
+        self.state = old
+
+    def _steer(self, old: BankState, new: BankState) -> None:
         for steering, table in zip(self._steering, new.tables, strict=True):
             steering.write(cast("Table", table))
         if new.shown != old.shown:
             self._show(new.shown)
 
-    def _copy(self, slots: Sequence[int], old: _State, new: _State) -> None:
-        """Write what ``slots`` hold in ``new``, where in ``old`` they hold something else.
-
-        Rows that were used and no longer are become zero first: another slot may get them.
-        """
+    def _zero(self, slots: Iterable[int], old: BankState, new: BankState) -> None:
+        """Zero the rows of ``slots`` that were filled in ``old`` and are not in ``new``."""
         for slot in slots:
-            self._zero(slot, old, new)
+            own, other = old.held[slot], new.held[slot]
+            for name, rows in ({} if own is None else own.rows).items():
+                offset = self._offset(slot, name, old)
+                stays = other is not None and offset == self._offset(slot, name, new)
+                kept = other.rows.get(name) if other is not None and stays else None
+                if kept is None:
+                    views = self._views(slot, offset, name, rows.targets, rows.counts)
+                else:
+                    views = self._rows(slot, offset, name, *_tails(rows, kept))
+                if views:
+                    torch._foreach_zero_(views)
+
+    def _fill(self, slots: Iterable[int], new: BankState) -> None:
+        """Write what ``slots`` hold in ``new``; what they held before is zero already."""
         for slot in slots:
             own = new.held[slot]
             for name, rows in ({} if own is None else own.rows).items():
@@ -229,17 +332,7 @@ class Bank:
                 if views:
                     torch._foreach_copy_(views, list(rows.rows))
 
-    def _zero(self, slot: int, old: _State, new: _State) -> None:
-        own, other = old.held[slot], new.held[slot]
-        for name, rows in ({} if own is None else own.rows).items():
-            offset = self._offset(slot, name, old)
-            stays = other is not None and offset == self._offset(slot, name, new)
-            kept = other.rows.get(name) if other is not None and stays else None
-            targets, firsts, lasts = _tails(rows, kept)
-            if targets:
-                torch._foreach_zero_(self._rows(slot, offset, name, targets, firsts, lasts))
-
-    def _offset(self, slot: int, name: str, state: _State) -> int | None:
+    def _offset(self, slot: int, name: str, state: BankState) -> int | None:
         """The first row that a slot owns of a buffer; None: of those that fall to its share."""
         return state.starts[slot] if name in BY_RANK else None
 
@@ -287,7 +380,7 @@ class Bank:
         # The model was cast since: the buffers hold what no staged copy does.
         rows = {}
         for name, own in staged.rows.items():
-            offset = self._offset(slot, name, self._state)
+            offset = self._offset(slot, name, self.state)
             views = self._views(slot, offset, name, own.targets, own.counts)
             rows[name] = StagedRows(own.targets, tuple(view.clone() for view in views))
         return replace(staged, rows=rows, blocks=())
@@ -315,15 +408,19 @@ class Bank:
         return [self._layers[target].whole(name) for target in targets]  # type: ignore[misc]
 
 
+def _overlap(rows: range, others: Iterable[range]) -> bool:
+    return any(rows.start < other.stop and other.start < rows.stop for other in others)
+
+
 def _same(some: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
     return all(map(operator.is_, some, others))
 
 
-def _tails(old: StagedRows, new: StagedRows | None) -> tuple[list[int], list[int], list[int]]:
+def _tails(old: StagedRows, new: StagedRows) -> tuple[list[int], list[int], list[int]]:
     """The targets where ``old`` has more rows than ``new``, and from where to where."""
-    if new is not None and (old.targets, old.counts) == (new.targets, new.counts):
+    if (old.targets, old.counts) == (new.targets, new.counts):
         return [], [], []
-    filled = {} if new is None else dict(zip(new.targets, new.counts, strict=True))
+    filled = dict(zip(new.targets, new.counts, strict=True))
     tails = [
         (target, filled.get(target, 0), count)
         for target, count in zip(old.targets, old.counts, strict=True)

@@ -13,6 +13,7 @@ def place(
     total: int,
     active: Collection[int] = (),
     limit: int | None = None,
+    given_up: Mapping[int, range] | None = None,
 ) -> dict[int, int] | None:
     """Choose the first row of every slot, moving as few as possible.
 
@@ -22,6 +23,7 @@ def place(
         total: How many rows there are.
         active: Slots that contribute.
         limit: Rows of ``active`` slots must come before this one; None: they may be anywhere.
+        given_up: The rows of slots that need none any more: nothing is put there if it fits beside.
 
     Returns:
         The first row of each slot, or None if they do not fit.
@@ -33,7 +35,15 @@ def place(
         for slot in needs
         if slot in before and before[slot] + needs[slot] <= ends[slot]
     }
-    placed = _add(needs, _without_overlaps(needs, kept), ends)
+    kept = _without_overlaps(needs, kept)
+    placed = None
+    if given_up:
+        sizes = {slot: len(rows) for slot, rows in given_up.items()}
+        firsts = {slot: rows.start for slot, rows in given_up.items()}
+        placed = _add({**needs, **sizes}, {**kept, **firsts}, ends)
+    if placed is not None:
+        return {slot: placed[slot] for slot in needs}
+    placed = _add(needs, kept, ends)
     if placed is None:
         # Too scattered: active slots first, each as low as it goes.
         placed = _add(needs, {}, ends)

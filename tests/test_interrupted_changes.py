@@ -1,0 +1,140 @@
+"""A change that is interrupted has happened whole or not at all, and the next one works."""
+
+from __future__ import annotations
+
+import random
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+from served import N, P, Served, X, adapter, served
+from threads import Task
+from toys import Snapshot
+
+import lora_slots
+from lora_slots import SlotManager
+
+ROOM = Path(lora_slots.__file__).parent
+TRACED = {str(ROOM / name) for name in ("manager.py", "roster.py", "bank/bank.py", "bank/rows.py",
+                                        "bank/steering.py", "layers/base.py")}  # fmt: skip
+
+
+class Lines:
+    """Counts the lines of the library that run, and raises before one of them."""
+
+    def __init__(self, at: int = -1) -> None:
+        self.at = at
+        self.count = 0
+        self._entered: set[tuple[int, int]] = set()
+
+    def __call__(self, frame: FrameType, event: str, argument: object) -> Any:
+        if frame.f_code.co_filename not in TRACED:
+            return None
+        place = (id(frame), frame.f_lineno)
+        # The line of a `with` comes again when it is left, where Python raises nothing by itself.
+        if event == "call":
+            self._entered = {(other, line) for other, line in self._entered if other != id(frame)}
+        elif event == "line" and place not in self._entered:
+            self._entered.add(place)
+            self.count += 1
+            if self.count - 1 == self.at:
+                raise KeyboardInterrupt
+        return self
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        before = sys.gettrace()
+        sys.settrace(self)
+        try:
+            yield
+        finally:
+            sys.settrace(before)
+
+
+def start(options: dict[str, Any]) -> tuple[Served, SlotManager]:
+    model, manager = served(**options)
+    manager.load(P, "a")
+    manager.load(adapter(4.0, rank=8), "b", activate=False)
+    return model, manager
+
+
+CHANGES: dict[str, Callable[[SlotManager], object]] = {
+    "hotswap": lambda m: m.load(N, "a", weight=2.0),
+    "new name": lambda m: m.load(N, "c"),
+    "unload": lambda m: m.unload("a"),
+    "set_adapters": lambda m: m.set_adapters(["b", "a"], [0.5, -1.0]),
+}
+OPTIONS = {
+    "a free slot": {"num_slots": 3},
+    "buckets": {"num_slots": 3, "rank_buckets": [0, 4, 8]},
+    "no free slot": {"num_slots": 2},
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("options", OPTIONS)
+def test_an_interrupt_at_any_line_leaves_all_or_nothing(change, options):
+    if (change, options) == ("new name", "no free slot"):
+        return  # refused before anything
+    model, manager = start(OPTIONS[options])
+    before = Snapshot.of(manager, model)
+    lines = Lines()
+    with lines.watching():
+        CHANGES[change](manager)
+    after = Snapshot.of(manager, model)
+    assert lines.count > 50
+    outcomes = set()
+    for at in range(0, lines.count, 1 + lines.count // 120):
+        model, manager = start(OPTIONS[options])
+        with pytest.raises(KeyboardInterrupt), Lines(at).watching():
+            CHANGES[change](manager)
+        done = str(manager.status()) == after.status
+        (after if done else before).assert_unchanged(manager, model)
+        outcomes.add(done)
+        if not done:
+            Task(lambda m=manager: CHANGES[change](m)).result()
+            after.assert_unchanged(manager, model)
+    assert False in outcomes
+
+
+@pytest.fixture
+def many_switches() -> Iterator[None]:
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-4)
+    yield
+    sys.setswitchinterval(before)
+
+
+# Where Python runs a callback of a weak reference, it drops the interrupt.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.usefixtures("many_switches")
+@pytest.mark.parametrize("num_slots", [1, 2])
+def test_an_interrupt_out_of_nowhere_leaves_one_adapter_whole(num_slots):
+    model, manager = served(num_slots)
+    manager.load(P, "a")
+    dice = random.Random(1)
+    interrupted = 0
+    for turn in range(150):
+        swap = Task(lambda source=(N, P)[turn % 2]: [manager.load(source, "a") for _ in range(20)])
+        time.sleep(dice.random() * 0.01)
+        swap.interrupt()
+        try:
+            swap.result()
+        except KeyboardInterrupt:
+            interrupted += 1
+        del swap
+        with manager.hold():
+            output = model(X).item()
+        slot = next(slot for slot in manager.status().slots if slot.adapter_name)
+        assert (output, slot.rank) in {(2, 4), (-2, 2)}
+        rows = [0.0] * 8 * num_slots
+        rows[8 * slot.slot : 8 * slot.slot + slot.rank] = [output / 2 / slot.rank] * slot.rank
+        for layer in (model.first, model.second):
+            assert layer.lora_slots.lora_B[:, 0].tolist() == rows
+        Task(lambda: manager.set_weight("a", 1.0)).result()
+    assert interrupted > 20
