@@ -2,6 +2,7 @@
 
 from lora_slots.errors import (
     AdapterFileError,
+    AdapterInUseError,
     ArgumentError,
     AttachError,
     LoraSlotsError,
@@ -22,6 +23,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "AdapterFileError",
+    "AdapterInUseError",
     "AdapterInfo",
     "ArgumentError",
     "AttachError",

@@ -33,6 +33,10 @@ class NoFreeSlotError(LoraSlotsError, RuntimeError):
     """All slots hold an adapter and the name to load is a new one."""
 
 
+class AdapterInUseError(LoraSlotsError, RuntimeError):
+    """The adapter is routed to rows of a batch."""
+
+
 class RecompileError(LoraSlotsError, RuntimeError):
     """Compiled code was compiled again, or ran eagerly, where that was ruled out.
 

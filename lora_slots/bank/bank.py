@@ -11,11 +11,13 @@ from typing import cast
 import torch
 from torch import Tensor
 
+from lora_slots.bank.routes import RouteTables, RouteWriter
 from lora_slots.bank.rows import place
 from lora_slots.bank.steering import Steering, Table, Tables
 from lora_slots.layers import SlotLayer
 from lora_slots.layers.base import BY_RANK
 from lora_slots.layout import Layout
+from lora_slots.routing import RowWeights
 from lora_slots.staging.staged import StagedAdapter, StagedRows
 
 _RECENT_TABLES = 16
@@ -33,12 +35,14 @@ class _State:
         starts: The first row by rank of each slot that holds something.
         tables: What the steering buffers hold.
         shown: How many rows the model's forward sees; None: all.
+        routes: What tells the rows of a batch apart; None: nothing.
     """
 
     held: tuple[StagedAdapter | None, ...]
     starts: Mapping[int, int]
     tables: Tables
     shown: int | None = None
+    routes: RouteTables | None = None
 
 
 class Bank:
@@ -56,6 +60,7 @@ class Bank:
         max_rank: int,
         num_slots: int,
         buckets: Sequence[int] | None = None,
+        routing: bool = False,
     ) -> None:
         """Start with all slots empty, as the buffers are.
 
@@ -66,6 +71,7 @@ class Bank:
             buckets: How many rows the model's forward may see, ascending, all rows last: it sees
                 the smallest of these that has room for the active slots, whose rows are moved there
                 where need be. None: all rows, and a slot's rows never move.
+            routing: Whether the rows of a batch can be told apart.
         """
         self.max_rank = max_rank
         self.num_slots = num_slots
@@ -76,10 +82,11 @@ class Bank:
         self._spare: tuple[Tensor, ...] = ()
         self._known_views: dict[tuple[int, str], _KnownViews] = {}
         # Tables by the weights they are for, since users go back and forth between a few mixes.
-        self._recent: dict[tuple[tuple[int, float], ...], _State] = {}
+        self._recent: dict[object, _State] = {}
         # How often the buffers had been replaced when each slot was written.
         self._generations = [SlotLayer.generation] * num_slots
         nothing: tuple[None, ...] = (None,) * num_slots
+        self._routes = RouteWriter(layout) if routing else None
         self._steering = [Steering(self._layers, name) for name in Tables._fields]
         self._state = _State(nothing, {}, self._tables(nothing, {}, {}))
         self._enter(self._planned(nothing, {}))
@@ -101,13 +108,25 @@ class Bank:
         spare, self._spare = self._spare, ()
         return spare
 
-    def write(self, slot: int, staged: StagedAdapter | None, weights: Mapping[int, float]) -> None:
+    @property
+    def routing(self) -> bool:
+        """Whether the rows of a batch can be told apart."""
+        return self._routes is not None
+
+    def write(
+        self,
+        slot: int,
+        staged: StagedAdapter | None,
+        weights: Mapping[int, float],
+        rows: RowWeights | None = None,
+    ) -> None:
         """Replace what ``slot`` holds, then set the weight of every slot.
 
         Args:
             slot: The slot to write.
             staged: What it shall hold; None empties it.
             weights: The weight of each slot that shall contribute; others contribute nothing.
+            rows: How much each of those contributes to each row of a batch; None: alike.
 
         Raises:
             ArgumentError: A weight times a scaling leaves the range of float32. Nothing is written.
@@ -117,25 +136,28 @@ class Bank:
         held = list(self._state.held)
         held[slot] = staged
         self._recent.clear()
-        self._enter(self._planned(tuple(held), weights))
+        self._enter(self._planned(tuple(held), weights, rows))
         self._spare = () if before is None or staged is None else before.blocks
 
-    def set_weights(self, weights: Mapping[int, float]) -> None:
-        """Set which slots contribute, and how much.
+    def set_weights(self, weights: Mapping[int, float], rows: RowWeights | None = None) -> None:
+        """Set which slots contribute, and how much, and to which row of a batch.
 
         Raises:
             ArgumentError: A weight times a scaling leaves the range of float32. Nothing is written.
             BaseException: Whatever a copy raises, after everything was put back as it was.
         """
-        key = tuple(sorted(weights.items()))
-        state = self._recent.get(key) or self._planned(self._state.held, weights)
+        key = (tuple(sorted(weights.items())), rows)
+        state = self._recent.get(key) or self._planned(self._state.held, weights, rows)
         self._enter(state)
         if len(self._recent) >= _RECENT_TABLES:
             self._recent.clear()
         self._recent[key] = state
 
     def _planned(
-        self, held: tuple[StagedAdapter | None, ...], weights: Mapping[int, float]
+        self,
+        held: tuple[StagedAdapter | None, ...],
+        weights: Mapping[int, float],
+        rows: RowWeights | None = None,
     ) -> _State:
         """The state that holds ``held`` and steers by ``weights``, moving as little as possible."""
         needs = {slot: need for slot, own in enumerate(held) if (need := self._need(own))}
@@ -152,7 +174,11 @@ class Bank:
             shown = next(rows for rows in self._buckets if rows >= low)
         starts = place(needs, before, total=self.rows, active=active, limit=shown)
         assert starts is not None
-        return _State(held, starts, self._tables(held, starts, weights), shown)
+        routes = None
+        if rows is not None:
+            owned = {slot: (start, needs[slot]) for slot, start in starts.items()}
+            routes = RouteTables.of(rows, held, owned, columns=self.rows)
+        return _State(held, starts, self._tables(held, starts, weights), shown, routes)
 
     @property
     def rows(self) -> int:
@@ -167,15 +193,17 @@ class Bank:
     @contextmanager
     def showing(self, rows: int) -> Iterator[None]:
         """Let the model's forward see as many rows for a while, whatever is active."""
-        self._show(rows if self._buckets else None)
+        self._show(rows if self._buckets else None, self._state.routes)
         try:
             yield
         finally:
-            self._show(self._state.shown)
+            self._show(self._state.shown, self._state.routes)
 
-    def _show(self, rows: int | None) -> None:
+    def _show(self, rows: int | None, routes: RouteTables | None) -> None:
         for layer in self._layers:
             layer.show(rows)
+        if self._routes is not None:
+            self._routes.write(routes, rows)
 
     def _need(self, staged: StagedAdapter | None) -> int:
         """How many rows by rank an adapter owns."""
@@ -212,7 +240,9 @@ class Bank:
         for steering, table in zip(self._steering, new.tables, strict=True):
             steering.write(cast("Table", table))
         if new.shown != old.shown:
-            self._show(new.shown)
+            self._show(new.shown, new.routes)
+        elif self._routes is not None:
+            self._routes.write(new.routes, new.shown)
 
     def _copy(self, slots: Sequence[int], old: _State, new: _State) -> None:
         """Write what ``slots`` hold in ``new``, where in ``old`` they hold something else.
