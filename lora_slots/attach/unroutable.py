@@ -59,7 +59,7 @@ def _why(target: Target, alias: str, modules: Mapping[str, nn.Module]) -> str | 
     around = [
         type(modules[".".join(parents[:depth])]).__name__ for depth in range(len(parents) + 1)
     ]
-    if any(map(_EXPERT.fullmatch, parents)) or any("Expert" in name for name in around):
+    if any(map(_EXPERT.fullmatch, parents)) or any("Expert" in name for name in around[1:]):
         return "sees the tokens that were gathered for an expert"
     if target.parameter:
         return "is a parameter that all rows share"

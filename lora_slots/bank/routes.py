@@ -100,12 +100,11 @@ class RouteWriter:
         self._routes = {}
         for layer in self._layers:
             device = next(layer.buffers(recurse=False)).device
-            routes = self._routes.get(device)
-            if routes is None:
+            if device not in self._routes:
                 known = layer.routes
-                taken = known is None or any(known is other for other in self._routes.values())
-                routes = self._routes[device] = Routes() if taken else known
-            layer.routes = routes
+                elsewhere = any(known is other for other in self._routes.values())
+                self._routes[device] = Routes() if known is None or elsewhere else known
+            layer.routes = self._routes[device]
         self._generation = SlotLayer.generation
 
 

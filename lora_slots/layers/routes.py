@@ -70,7 +70,9 @@ def row_factors(slots: LoraSlots, like: Tensor, *, batched: bool = True) -> RowF
         return None
     if not torch.compiler.is_compiling():
         _check(slots, routes.by_rank, like, batched)
-    torch._check(batched and like.ndim > 1, lambda: "a routed layer was given no batch")
+    torch._check(  # type: ignore[no-untyped-call]
+        batched and like.ndim > 1, lambda: "route() needs layers that are given a batch"
+    )
     count = like.shape[0]
     scaling = _spread(routes.by_rank, count)
     weights = None if slots.weights is None else slots.weights * _spread(routes.by_slot, count)
@@ -91,7 +93,7 @@ def _spread(table: Tensor, count: int) -> Tensor:
         times = count // (outer * inner)
         sizes = (-1, times, -1) if inner == 1 else (times, -1, -1)
         table = table.expand(sizes).flatten(0, 1)
-    torch._check(
+    torch._check(  # type: ignore[no-untyped-call]
         table.shape[0] == count,
         lambda: "route() names other rows than the leading dimension that a layer sees",
     )

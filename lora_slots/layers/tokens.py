@@ -45,7 +45,7 @@ def replace_rows(
     held = slots.token_ids.chunk(slots.num_slots), slots.token_rows.chunk(slots.num_slots)
     weights: Iterable[Tensor] = slots.weights[0]
     if factors is not None and factors.weights is not None:
-        weights = [along(own, y.ndim) for own in factors.weights.split(1, dim=1)]
+        weights = [along(own, y.ndim) for own in factors.weights.unsqueeze(-1).unbind(1)]
     for ids, rows, weight in zip(*held, weights, strict=True):
         hits = x.unsqueeze(-1) + 1 == ids.flatten()
         hit = hits.any(-1, keepdim=True)
