@@ -64,7 +64,7 @@ def test_another_leading_dimension_is_refused_by_the_layer(names: Any, expand: A
 def test_no_batch_is_refused():
     both = routed_blocks()
     both.manager.route(["a"])
-    with pytest.raises(ArgumentError, match=r"0\.up was given no batch, but route\(\) names 1"):
+    with pytest.raises(ArgumentError, match=r"0\.up was given no batch, so that it has no rows"):
         both.model(torch.zeros(16))
 
 

@@ -96,7 +96,7 @@ def test_a_convolution_without_a_batch_is_refused():
     manager = SlotManager(model, max_rank=2, target_modules=["layer"], routing=True)
     manager.load(pair(random(2, 4, 1, 1), random(4, 2, 1, 1, seed=1)))
     manager.route(["default"] * 4)
-    with pytest.raises(ArgumentError, match="layer was given no batch"):
+    with pytest.raises(ArgumentError, match="layer was given no batch, so that it has no rows"):
         model(random(4, 5, 5))
 
 

@@ -68,14 +68,13 @@ def row_factors(slots: LoraSlots, like: Tensor, *, batched: bool = True) -> RowF
     routes = slots.routes
     if routes is None or routes.by_rank is None or routes.by_slot is None:
         return None
-    if not torch.compiler.is_compiling():
-        _check(slots, routes.by_rank, like, batched)
-    torch._check(  # type: ignore[no-untyped-call]
-        batched and like.ndim > 1, lambda: "route() needs layers that are given a batch"
-    )
+    if not (batched and like.ndim > 1):
+        _refuse(slots, "no batch")
     count = like.shape[0]
-    scaling = _spread(routes.by_rank, count)
-    weights = None if slots.weights is None else slots.weights * _spread(routes.by_slot, count)
+    scaling = _spread(slots, routes.by_rank, count)
+    if slots.weights is None:
+        return RowFactors(along(scaling, like.ndim), None)
+    weights = slots.weights * _spread(slots, routes.by_slot, count)
     return RowFactors(along(scaling, like.ndim), weights)
 
 
@@ -86,36 +85,40 @@ def along(table: Tensor, ndim: int) -> Tensor:
     return table
 
 
-def _spread(table: Tensor, count: int) -> Tensor:
+def _spread(slots: LoraSlots, table: Tensor, count: int) -> Tensor:
     """One row of ``table`` for each of ``count``; never broadcast."""
     if table.ndim == 3:
         outer, inner, _ = table.shape
         times = count // (outer * inner)
         sizes = (-1, times, -1) if inner == 1 else (times, -1, -1)
-        table = table.expand(sizes).flatten(0, 1)
-    torch._check(  # type: ignore[no-untyped-call]
-        table.shape[0] == count,
-        lambda: "route() names other rows than the leading dimension that a layer sees",
-    )
-    return table
+        rows = table.expand(sizes).flatten(0, 1)
+    else:
+        rows = table
+    if rows.shape[0] != count:
+        _refuse(slots, "another leading dimension", table, count)
+    return rows
 
 
-def _check(slots: LoraSlots, table: Tensor, like: Tensor, batched: bool) -> None:
-    rows = table.shape[:-1].numel()
-    count = like.shape[0] if batched and like.ndim > 1 else None
-    if count is not None and (count == rows or (table.ndim == 3 and count % rows == 0)):
-        return
-    seen = "no batch" if count is None else f"a leading dimension of {count}"
-    expected = f"{rows} rows" if table.ndim == 2 else f"a multiple of {rows} rows"
-    remedy = ""
-    if count is not None and table.ndim == 2 and count % rows == 0:
-        remedy = (
-            "; if the model repeats rows, say how: expand='interleave' (0 0 1 1, as for beams) or "
-            "'tile' (0 1 0 1, as for guidance)"
+def _refuse(slots: LoraSlots, what: str, table: Tensor | None = None, count: int = 0) -> None:
+    if torch.compiler.is_compiling():
+        # What is raised here would make Dynamo give up on the code, not so what an operator raises.
+        torch.ops.aten._assert_scalar(
+            False, f"{slots.path} was given {what}, not the rows that route() names"
         )
+    if table is None:
+        raise ArgumentError(f"{slots.path} was given {what}, so that it has no rows to route to")
+    routed = table.shape[:-1].numel()
+    remedy = "its leading dimension must be a multiple of that"
+    if table.ndim == 2:
+        remedy = "each row of its leading dimension needs one"
+        if count % routed == 0:
+            remedy += (
+                "; if the model repeats rows, say how: expand='interleave' (0 0 1 1, as for beams) "
+                "or 'tile' (0 1 0 1, as for guidance)"
+            )
     raise ArgumentError(
-        f"{slots.path} was given {seen}, but route() names {expected}: one for each row of the "
-        f"leading dimension{remedy}"
+        f"{slots.path} was given a leading dimension of {count}, but route() names {routed} rows; "
+        f"{remedy}"
     )
 
 
