@@ -1,6 +1,6 @@
 """Measure lora_slots beside PEFT and the physical limit, in one process, on the same files.
 
-    python examples/bench.py [swap] [switch] [forward] [memory] [startup] [ADAPTERS ...]
+    python examples/bench.py [swap] [switch] [forward] [route] [memory] [startup] [ADAPTERS ...]
                              [--rounds N] [--swaps N] [--json FILE] [--plot FILE]
 
 Swaps are measured on the shape of a 1.4B model: 28 layers of 7 linears, hidden size 2048, bfloat16;
@@ -36,6 +36,7 @@ from contenders import (
     peft_model,
     write_adapter,
 )
+from peft import PeftModel
 from peft.utils.hotswap import hotswap_adapter
 from rich.console import Console
 from rich.table import Table
@@ -47,8 +48,9 @@ from lora_slots import SlotManager, inspect_adapter
 LARGE = Shape(layers=28, hidden=2048, mlp=5504, dtype=torch.bfloat16)
 # bfloat16 products are emulated on many CPUs, where they would hide what is measured here.
 FORWARD = Shape(layers=4, hidden=1024, mlp=2752, dtype=torch.float32)
+ROUTE = Shape(layers=6, hidden=768, mlp=2048, dtype=torch.float32)
 MANY = Shape(layers=4, hidden=2048, mlp=5504, dtype=torch.bfloat16)
-PARTS = ("swap", "switch", "forward", "memory", "startup")
+PARTS = ("swap", "switch", "forward", "route", "memory", "startup")
 CACHE = 8 << 30
 COPY = "memcpy of its bytes"
 HOTSWAP = "PEFT hotswap_adapter"
@@ -180,6 +182,64 @@ def bench_eager(weights: object, path: Path, x: Tensor, rounds: int) -> Iterator
         yield interleaved(
             "eager forward, rank 8", calls({OURS: ours, "PEFT unpadded": theirs}, x), rounds
         )
+
+
+def bench_route(shape: Shape, root: Path, rounds: int) -> Iterator[Figure]:
+    """Eight rows with an adapter each, against PEFT's mixed batch and a PEFT pass for each.
+
+    All are compiled as a whole; what new names cost in graphs is printed beside.
+    """
+    names = [f"adapter{n}" for n in range(8)]
+    weights = base_weights(shape)
+    files = {name: write_adapter(root / name, shape, 16, n) for n, name in enumerate(names)}
+    model = Model(weights).eval()
+    manager = SlotManager(model, max_rank=16, num_slots=len(names), routing=True)
+    theirs = PeftModel.from_pretrained(Model(weights), str(files[names[0]]), names[0]).eval()
+    for name, path in files.items():
+        manager.load(path, name)
+        if name != names[0]:
+            theirs.load_adapter(str(path), name, torch_device=DEVICE.type)
+
+    # A graph for each adapter, and for each list of names.
+    torch._dynamo.config.recompile_limit = 64
+    ours = torch.compile(model)
+    mixed, single = torch.compile(theirs), torch.compile(theirs)
+
+    def each(x: Tensor) -> Tensor:
+        rows = []
+        for row, name in zip(x.split(1), names, strict=True):
+            theirs.set_adapter(name)
+            rows.append(single(row))
+        return torch.cat(rows)
+
+    with torch.no_grad():
+        for count in (1, 64):
+            x = torch.randn(len(names), count, shape.hidden, dtype=shape.dtype, device=DEVICE)
+            manager.route(names)
+            runs = {
+                OURS: ours,
+                "PEFT adapter_names": lambda x: mixed(x, adapter_names=names),
+                "PEFT pass for each": each,
+            }
+            check_equal(runs.values(), x)
+            what = f"forward, 8 rows of 8 adapters, {count} tokens each"
+            yield interleaved(what, calls(runs, x), rounds)
+            lists = [names[n:] + names[:n] for n in (1, 2, 3)]
+            routed = graphs_of(lambda each: (manager.route(each), ours(x)), lists)  # noqa: B023
+            others = graphs_of(lambda each: mixed(x, adapter_names=each), lists)  # noqa: B023
+            console.print(
+                f"graphs compiled for 3 new lists of names, {count} tokens: "
+                f"lora_slots {routed}, PEFT adapter_names {others}"
+            )
+
+
+def graphs_of(run: Callable[[list[str]], object], lists: list[list[str]]) -> int:
+    """How many graphs Dynamo makes while ``run`` is given each of ``lists``."""
+    stats = torch._dynamo.utils.counters["stats"]
+    before = stats["unique_graphs"]
+    for names in lists:
+        run(names)
+    return stats["unique_graphs"] - before
 
 
 def bench_startup(shape: Shape, root: Path) -> Iterator[Figure]:
@@ -353,6 +413,8 @@ def main() -> None:
             figures += bench_switch(large, root, options.rounds)
         if "forward" in parts:
             figures += bench_forward(small, root, 4 * options.rounds)
+        if "route" in parts:
+            figures += bench_route(ROUTE, root, 2 * options.rounds)
         if "startup" in parts:
             figures += bench_startup(large, root)
         if "memory" in parts:

@@ -2,6 +2,7 @@
 
 from lora_slots.errors import (
     AdapterFileError,
+    AdapterInUseError,
     ArgumentError,
     AttachError,
     HoldError,
@@ -23,6 +24,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "AdapterFileError",
+    "AdapterInUseError",
     "AdapterInfo",
     "ArgumentError",
     "AttachError",

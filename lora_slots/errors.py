@@ -37,6 +37,10 @@ class HoldError(LoraSlotsError, RuntimeError):
     """Adapters were to change in a thread that holds them as they are."""
 
 
+class AdapterInUseError(LoraSlotsError, RuntimeError):
+    """The adapter is routed to rows of a batch."""
+
+
 class RecompileError(LoraSlotsError, RuntimeError):
     """Compiled code was compiled again, or ran eagerly, where that was ruled out.
 

@@ -40,8 +40,8 @@ def no_recompile(layout: Layout, *, allow_first: bool = False) -> Iterator[None]
         RecompileError: A guard failed; compiled code fell back to eager; code was compiled for the
             first time where that was not allowed; or the storage of a slot's buffer changed.
 
-    With ``rank_buckets``, ``allow_first`` lets every graph through: each number of rows is a first
-    use to us and a recompile to Dynamo.
+    With ``rank_buckets`` or routing, ``allow_first`` lets every graph through: each number of rows
+    is a first use to us and a recompile to Dynamo.
     """
     storage = _storage(layout)
     compiled: list[str] = []
@@ -64,7 +64,7 @@ def no_recompile(layout: Layout, *, allow_first: bool = False) -> Iterator[None]
     callback_handler.register_start_callback(on_compile)
     try:
         # To Dynamo, the first use of a number of rows is a recompile.
-        strict = not (allow_first and any(target.slots.shows_some for target in layout))
+        strict = not (allow_first and any(_has_several_graphs(target.slots) for target in layout))
         with torch._dynamo.config.patch(error_on_recompile=strict), listen(on_eager_run):
             yield
     except DynamoRecompileError as error:
@@ -78,6 +78,10 @@ def no_recompile(layout: Layout, *, allow_first: bool = False) -> Iterator[None]
             "compiled"
         )
     _check_storage(storage, layout)
+
+
+def _has_several_graphs(layer: SlotLayer) -> bool:
+    return layer.shows_some or getattr(layer, "routes", None) is not None
 
 
 def _explained(error: DynamoRecompileError) -> RecompileError:

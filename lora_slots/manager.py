@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Self
 
 import torch
@@ -20,6 +20,7 @@ from lora_slots.attach.attaching import (
 from lora_slots.attach.choices import ALL_LINEAR, TargetModules
 from lora_slots.attach.components import all_modules, components_of, parts_of, root_of, unwrap
 from lora_slots.attach.survey import survey
+from lora_slots.attach.unroutable import refuse_unroutable
 from lora_slots.bank.bank import Bank, BankState
 from lora_slots.bank.buckets import RankBuckets, bucket_sizes
 from lora_slots.errors import (
@@ -35,6 +36,7 @@ from lora_slots.loading import CompressTo, Loader, Prepared
 from lora_slots.reading import RawAdapter, Source
 from lora_slots.report import ComponentStatus, LoadReport, ManagerStatus, SlotStatus
 from lora_slots.roster import Roster
+from lora_slots.routing import Expand, Routing, Row, Turn
 
 # An nn.Module, a mapping of names to modules, or a diffusers pipeline, which has no common base.
 Model = nn.Module | Mapping[str, nn.Module] | Any
@@ -86,11 +88,14 @@ class SlotManager:
         cache_bytes: How many bytes of adapters to keep on the host as they are written into slots,
             those used last, so that loading one again reads no file. A file is known by its path,
             inode, size and time of change, and is read again whenever one of these is another.
+        routing: Whether `route` can give the rows of a batch adapters of their own. The first
+            forward after that is one more graph, and so is each ``expand``.
 
     Raises:
         ArgumentError: An argument has no meaning.
         TargetMismatchError: ``target_modules`` or ``full_modules`` matches nothing, or what takes
-            no adapters; or both match one module.
+            no adapters; or both match one module; or one that cannot tell rows apart, with
+            ``routing``.
         AttachError: The model has a manager or PEFT layers already, is sharded, would ignore its
             slots, or inductor's ``freezing`` is on.
     """
@@ -109,6 +114,7 @@ class SlotManager:
         full_modules: Collection[str] = (),
         rank_buckets: RankBuckets = None,
         cache_bytes: int = 0,
+        routing: bool = False,
     ) -> None:
         """Attach slots to ``model``; see the class."""
         _check_count("max_rank", max_rank)
@@ -135,6 +141,8 @@ class SlotManager:
             root, target_modules, token_rows=token_rows, full_modules=full_modules, bias=bool(bias)
         )
         refusals.refuse_fused_projections(root.modules(), layout)
+        if routing:
+            refuse_unroutable(root, layout)
         warn_if_compiled(all_modules(given))
         options = SlotOptions(max_rank, num_slots, dtype, dora=bool(dora), bias=bool(bias))
         attach(layout, options)
@@ -143,9 +151,15 @@ class SlotManager:
         self._layout = layout
         self._lock = HoldLock()
         self._bank = Bank(
-            layout, self._lock, max_rank=max_rank, num_slots=num_slots, buckets=buckets
+            layout,
+            self._lock,
+            max_rank=max_rank,
+            num_slots=num_slots,
+            buckets=buckets,
+            routing=bool(routing),
         )
         self._loader = Loader(layout, max_rank=max_rank, cache_bytes=cache_bytes)
+        self._turn = Turn()
         # On the model, so that copies and pickles of it bring their manager along.
         for owner in _owners(root):
             vars(owner)[_ATTRIBUTE] = self
@@ -266,6 +280,7 @@ class SlotManager:
         Raises:
             UnknownAdapterError: No adapter of that name is loaded.
             HoldError: This thread holds, as for all changes below.
+            AdapterInUseError: It is routed to a row.
         """
         with self._lock.changing():
             self._check_usable()
@@ -308,6 +323,60 @@ class SlotManager:
     def enable_adapters(self) -> None:
         """Let the active adapters contribute again."""
         self._update(lambda roster: roster.with_enabled(True))
+
+    def route(self, adapter_names: Iterable[Row] | None, *, expand: Expand = None) -> None:
+        """Give each row of the next forwards adapters of its own, whatever is active.
+
+        Other names in as many rows are other numbers in the same memory, and never recompile.
+
+        Args:
+            adapter_names: For each row of the leading dimension that layers see, a loaded name,
+                None for the base model, or a mapping of names to weights. The weights that the
+                adapters have multiply these. None: go back to `set_adapters`, for all rows alike.
+            expand: Where the model sees each row several times: ``"interleave"`` if those lie side
+                by side (0 0 1 1: beams, ``num_return_sequences``), ``"tile"`` if the whole batch is
+                repeated (0 1 0 1: classifier-free guidance).
+
+        Raises:
+            UnknownAdapterError: A name is not loaded.
+            ArgumentError: The rows have no meaning, or the manager was built without ``routing``.
+                A forward whose leading dimension is another raises it, too; compiled, torch does.
+        """
+        routing = self._routing_of(adapter_names, expand)
+        with self._turn:
+            self._update(lambda roster: roster.with_routing(routing))
+
+    @contextmanager
+    def routed(
+        self, adapter_names: Iterable[Row] | None, *, expand: Expand = None
+    ) -> Iterator[None]:
+        """`route` for as long as the context lasts; other threads wait for their turn to route.
+
+        Raises:
+            UnknownAdapterError: As in `route`.
+            ArgumentError: As in `route`.
+        """
+        routing = self._routing_of(adapter_names, expand)
+        with self._turn:
+            self._update(lambda roster: roster.with_routing(routing, nested=True))
+            try:
+                yield
+            finally:
+                self._update(Roster.without_routing)
+
+    def _routing_of(self, adapter_names: Iterable[Row] | None, expand: Expand) -> Routing | None:
+        self._check_usable()
+        if not self._bank.routing:
+            raise ArgumentError(
+                "this SlotManager tells no rows apart; build it with routing=True to route"
+            )
+        return None if adapter_names is None else Routing.of(adapter_names, expand)
+
+    @property
+    def routes(self) -> tuple[Mapping[str, float], ...] | None:
+        """The adapters that each row is given, and their weights; None: rows are all alike."""
+        routing = self._roster.routing
+        return None if routing is None else routing.rows
 
     @property
     def loaded_adapters(self) -> tuple[str, ...]:

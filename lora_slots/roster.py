@@ -5,8 +5,17 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
-from lora_slots.errors import ArgumentError, NoFreeSlotError, UnknownAdapterError
+from lora_slots.errors import (
+    AdapterInUseError,
+    ArgumentError,
+    NoFreeSlotError,
+    UnknownAdapterError,
+)
+
+if TYPE_CHECKING:
+    from lora_slots.routing import Routing, RowWeights
 
 
 @dataclass(frozen=True)
@@ -31,11 +40,15 @@ class Roster:
         num_slots: How many slots there are.
         entries: The loaded adapters, in the order in which they were first loaded.
         enabled: Whether active adapters contribute.
+        routing: The adapters of every row of a batch, in the place of the selected ones; or None.
+        outer: What to go back to where contexts with another routing are left, the last first.
     """
 
     num_slots: int
     entries: Mapping[str, Entry] = field(default_factory=dict)
     enabled: bool = True
+    routing: Routing | None = None
+    outer: tuple[Routing | None, ...] = ()
 
     def __getitem__(self, adapter_name: str) -> Entry:
         """The entry of a loaded adapter.
@@ -93,8 +106,19 @@ class Roster:
         return replace(self, entries=others | {adapter_name: entry})
 
     def without(self, adapter_name: str) -> Roster:
-        """Remove a loaded adapter."""
+        """Remove a loaded adapter.
+
+        Raises:
+            AdapterInUseError: It is routed to a row.
+        """
         self[adapter_name]
+        for routing in (self.routing, *self.outer):
+            if routing is not None and (rows := routing.rows_of(adapter_name)):
+                raise AdapterInUseError(
+                    f"adapter {adapter_name!r} is routed to row "
+                    f"{', '.join(map(str, rows))}; route() without it, or route(None), before "
+                    "unloading it"
+                )
         entries = {name: other for name, other in self.entries.items() if name != adapter_name}
         return replace(self, entries=entries)
 
@@ -128,10 +152,29 @@ class Roster:
         """Let active adapters contribute, or none."""
         return replace(self, enabled=enabled)
 
+    def with_routing(self, routing: Routing | None, *, nested: bool = False) -> Roster:
+        """Route loaded adapters to rows, or none; ``nested``: until `without_routing`."""
+        for row in routing.rows if routing else ():
+            for name in row:
+                self[name]
+        outer = (self.routing, *self.outer) if nested else self.outer
+        return replace(self, routing=routing, outer=outer)
+
+    def without_routing(self) -> Roster:
+        """Go back to the routing before the last nested one."""
+        return replace(self, routing=self.outer[0], outer=self.outer[1:])
+
+    def row_weights(self) -> RowWeights | None:
+        """The weights of the slots for each row, if rows are told apart."""
+        return None if self.routing is None else self.routing.by_slot(self.entries)
+
     def slot_weights(self) -> dict[int, float]:
-        """The weight of every slot that contributes."""
+        """The weight of every slot that contributes; 1 where `row_weights` says how much."""
         if not self.enabled:
             return {}
+        rows = self.row_weights()
+        if rows is not None:
+            return {slot: 1.0 for row in rows.rows for slot, weight in row if weight != 0}
         return {entry.slot: entry.weight for entry in self.entries.values() if entry.active}
 
 

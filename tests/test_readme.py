@@ -53,5 +53,5 @@ def test_every_public_name_the_readme_mentions_exists() -> None:
     table = (ROOT / "README.md").read_text().split("## From PEFT and diffusers")[1]
     ours = [row.split("|")[-2] for row in table.splitlines() if row.startswith("| `")]
     called = re.findall(r"`(\w+)", " ".join(ours))
-    assert len(ours) == 10
+    assert len(ours) == 11
     assert all(name == "SlotManager" or hasattr(SlotManager, name) for name in called)

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lora_slots.bank.routes import RouteTables, RouteWriter
 from lora_slots.bank.rows import place
 from lora_slots.bank.steering import Steering, Table, Tables
 from lora_slots.holding import HoldLock
@@ -38,6 +39,7 @@ class BankState:
         starts: The first row by rank of each slot that holds something.
         tables: What the steering buffers hold.
         shown: How many rows the model's forward sees; None: all.
+        routes: What tells the rows of a batch apart; None: nothing.
     """
 
     roster: Roster
@@ -45,6 +47,7 @@ class BankState:
     starts: Mapping[int, int]
     tables: Tables
     shown: int | None = None
+    routes: RouteTables | None = None
 
 
 @dataclass(frozen=True)
@@ -88,6 +91,7 @@ class Bank:
         max_rank: int,
         num_slots: int,
         buckets: Sequence[int] | None = None,
+        routing: bool = False,
     ) -> None:
         """Start with all slots empty, as the buffers are.
 
@@ -99,6 +103,7 @@ class Bank:
             buckets: How many rows the model's forward may see, ascending, all rows last: it sees
                 the smallest of these that has room for the active slots, whose rows are moved there
                 where need be. None: all rows, and a slot's rows never move.
+            routing: Whether the rows of a batch can be told apart.
         """
         self.max_rank = max_rank
         self.num_slots = num_slots
@@ -110,10 +115,11 @@ class Bank:
         self._spare: tuple[Tensor, ...] = ()
         self._known_views: dict[tuple[int, str], _KnownViews] = {}
         # Tables by the weights they are for, since users go back and forth between a few mixes.
-        self._recent: dict[tuple[tuple[int, float], ...], BankState] = {}
+        self._recent: dict[object, BankState] = {}
         # How often the buffers had been replaced when each slot was written.
         self._generations = [SlotLayer.generation] * num_slots
         nothing: tuple[None, ...] = (None,) * num_slots
+        self._routes = RouteWriter(layout) if routing else None
         self._steering = [Steering(self._layers, name) for name in Tables._fields]
         nobody = Roster(num_slots)
         self.state = BankState(nobody, nothing, {}, self._tables(nothing, {}, {}))
@@ -135,6 +141,11 @@ class Bank:
         """Host memory of the adapter that was overwritten last, which nothing refers to now."""
         spare, self._spare = self._spare, ()
         return spare
+
+    @property
+    def routing(self) -> bool:
+        """Whether the rows of a batch can be told apart."""
+        return self._routes is not None
 
     def write(self, slot: int, staged: StagedAdapter | None, roster: Roster) -> None:
         """Replace what ``slot`` holds, empty those that are nobody's, and set all weights.
@@ -164,7 +175,7 @@ class Bank:
             ArgumentError: A weight times a scaling leaves the range of float32. Nothing is written.
             BaseException: Whatever a copy raises, after everything was put back as it was.
         """
-        key = tuple(sorted(roster.slot_weights().items()))
+        key = (tuple(sorted(roster.slot_weights().items())), roster.row_weights())
         state = self._recent.get(key) or self._planned(self.state.held, roster)
         self._enter(replace(state, roster=roster))
         if len(self._recent) >= _RECENT_TABLES:
@@ -190,7 +201,12 @@ class Bank:
         left = {s: self._owned(s, self.state) for s in self.state.starts if s not in needs}
         starts = place(needs, before, total=self.rows, active=active, limit=shown, given_up=left)
         assert starts is not None
-        return BankState(roster, held, starts, self._tables(held, starts, weights), shown)
+        routes, rows = None, roster.row_weights()
+        if rows is not None:
+            owned = {slot: (start, needs[slot]) for slot, start in starts.items()}
+            routes = RouteTables.of(rows, held, owned, columns=self.rows)
+        tables = self._tables(held, starts, weights)
+        return BankState(roster, held, starts, tables, shown, routes)
 
     @property
     def rows(self) -> int:
@@ -205,15 +221,17 @@ class Bank:
     @contextmanager
     def showing(self, rows: int) -> Iterator[None]:
         """Let the model's forward see as many rows for a while, whatever is active."""
-        self._show(rows if self._buckets else None)
+        self._show(rows if self._buckets else None, self.state.routes)
         try:
             yield
         finally:
-            self._show(self.state.shown)
+            self._show(self.state.shown, self.state.routes)
 
-    def _show(self, rows: int | None) -> None:
+    def _show(self, rows: int | None, routes: RouteTables | None) -> None:
         for layer in self._layers:
             layer.show(rows)
+        if self._routes is not None:
+            self._routes.write(routes, rows)
 
     def _need(self, staged: StagedAdapter | None) -> int:
         """How many rows by rank an adapter owns."""
@@ -305,7 +323,9 @@ class Bank:
         for steering, table in zip(self._steering, new.tables, strict=True):
             steering.write(cast("Table", table))
         if new.shown != old.shown:
-            self._show(new.shown)
+            self._show(new.shown, new.routes)
+        elif self._routes is not None:
+            self._routes.write(new.routes, new.shown)
 
     def _zero(self, slots: Iterable[int], old: BankState, new: BankState) -> None:
         """Zero the rows of ``slots`` that were filled in ``old`` and are not in ``new``."""

@@ -60,19 +60,30 @@ class Tables(NamedTuple):
             ArgumentError: A weight times a scaling leaves the range of float32.
         """
         targets = list(staged.targets)
-        with np.errstate(over="ignore"):
-            scaling = (np.array(staged.scaling) * weight).astype(np.float32)
-            self.weights[targets, slot] = weight
-        if not (np.isfinite(scaling).all() and np.isfinite(self.weights[:, slot]).all()):
-            raise ArgumentError(
-                "a weight times the adapter's scaling must be a finite float32, got weight "
-                f"{weight!r} times scalings up to {max(map(abs, staged.scaling))!r}"
-            )
+        scaling = scaled(staged, weight)
+        self.weights[targets, slot] = weight
         ranks = np.array(staged.ranks)[:, None]
         rows = np.arange(ranks.max())
         self.scaling[targets, first : first + len(rows)] = np.where(
             rows < ranks, scaling[:, None], np.float32(0)
         )
+
+
+def scaled(staged: StagedAdapter, weight: float) -> NDArray[np.float32]:
+    """The scaling of each module of an adapter times the user's multiplier.
+
+    Raises:
+        ArgumentError: They, or the weight itself, leave the range of float32.
+    """
+    with np.errstate(over="ignore"):
+        scaling = (np.array(staged.scaling) * weight).astype(np.float32)
+        finite = np.isfinite(scaling).all() and np.isfinite(np.float32(weight))
+    if not finite:
+        raise ArgumentError(
+            "a weight times the adapter's scaling must be a finite float32, got weight "
+            f"{weight!r} times scalings up to {max(map(abs, staged.scaling))!r}"
+        )
+    return scaling
 
 
 @dataclass(frozen=True, eq=False)

@@ -9,6 +9,7 @@ from lora_slots.layers.conv import CONVOLUTIONS
 from lora_slots.layers.conv1d import CONV1D
 from lora_slots.layers.embedding import EMBEDDING
 from lora_slots.layers.linear import LINEAR
+from lora_slots.layers.routes import Routes
 
 KINDS: tuple[LayerKind, ...] = (LINEAR, CONV1D, *CONVOLUTIONS, EMBEDDING)
 
@@ -18,4 +19,4 @@ def kind_of(module: nn.Module) -> LayerKind | None:
     return next((kind for kind in KINDS if kind.matches(module)), None)
 
 
-__all__ = ["KINDS", "LayerKind", "LoraSlots", "SlotLayer", "SlotSizes", "kind_of"]
+__all__ = ["KINDS", "LayerKind", "LoraSlots", "Routes", "SlotLayer", "SlotSizes", "kind_of"]

@@ -5,10 +5,13 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from lora_slots.layers.routes import Routes
 
 
 @dataclass(frozen=True)
@@ -131,6 +134,8 @@ class LoraSlots(SlotLayer):
         num_slots: How many slots there are.
         low_rank: Whether ``forward`` sees any rows of ``lora_A``, ``lora_B`` and ``scaling``.
         owners: ``[1, R]`` int64, the slot that owns each row; None without ``dora``.
+        routes: What tells the rows of a batch apart, shared by all layers; None without routing.
+        path: The name of the base layer, for errors; empty without routing.
     """
 
     lora_A: Tensor
@@ -144,6 +149,8 @@ class LoraSlots(SlotLayer):
     owners: Tensor | None
     num_slots: int
     low_rank: bool
+    routes: Routes | None
+    path: str = ""
 
     def __init__(
         self, in_features: int, out_features: int, sizes: SlotSizes, *, token_width: int = 0
@@ -159,6 +166,7 @@ class LoraSlots(SlotLayer):
             self.add_buffer("lora_B", rows, out_features, sizes)
             self.add_buffer("scaling", 1, rows, sizes)
         self._whole: dict[str, Tensor] = {}
+        self.register_module("routes", None)
         for name in ("weights", "lora_bias", "dora", "owners", "token_ids", "token_rows"):
             self.register_buffer(name, None)
         if sizes.dora or sizes.bias or sizes.token_rows:
@@ -218,24 +226,30 @@ class LoraSlots(SlotLayer):
     def _has(self, name: str) -> bool:
         return self._buffers.get(name) is not None
 
-    def gain(self) -> Tensor:
+    def gain(self, rows: Tensor | None = None) -> Tensor:
         """By what DoRA multiplies each output: ``[num_slots, out]`` float32, 1 where it does not.
 
-        The norm is that of ``W + w s B A`` for the weight w that a slot has now.
+        The norm is that of ``W + w s B A`` for the weight w that a slot has now, or has for each of
+        several ``rows [batch, num_slots]``: then ``[batch, num_slots, out]``.
 
         Source: DoRA, arXiv:2402.09353, equation 5.
         """
         assert self.dora is not None
         assert self.weights is not None
-        weights = self.weights.t()
+        weights = self.weights.t() if rows is None else rows.unsqueeze(-1)
         magnitude, base, cross, update = self.dora.view(-1, 4, self.dora.shape[1]).unbind(1)
         norm = (base + 2 * weights * cross + weights**2 * update).clamp(min=_TINY).sqrt()
         return torch.where((weights != 0) & (base != 0), magnitude / norm, 1)
 
-    def total_bias(self) -> Tensor:
-        """What all slots add to the bias: ``[out]`` float32."""
+    def total_bias(self, rows: Tensor | None = None) -> Tensor:
+        """What all slots add to the bias: ``[out]`` float32.
+
+        With the weights of several ``rows [batch, num_slots]``: ``[batch, out]``.
+        """
         assert self.lora_bias is not None
         assert self.weights is not None
+        if rows is not None:
+            return (rows.unsqueeze(-1) * self.lora_bias).sum(1)
         return (self.weights.t() * self.lora_bias).sum(0)
 
 

@@ -15,6 +15,7 @@ from lora_slots.layers import watch
 from lora_slots.layers.base import LayerKind, LoraSlots, SlotSizes, runs_as
 from lora_slots.layers.linear import factors, with_bias, with_dora
 from lora_slots.layers.quantized import dequantized
+from lora_slots.layers.routes import RowFactors, row_factors
 
 _CONVOLVE = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
 
@@ -41,24 +42,28 @@ class ConvSlots(LoraSlots):
         """
         if not torch.compiler.is_compiling():
             watch.notify(self)
+        channels = y.ndim - len(base.kernel_size) - 1
+        rows = row_factors(self, y, batched=channels == 1)
         if not self.low_rank:
-            channels = y.ndim - len(base.kernel_size) - 1
-            return with_bias(self, y.movedim(channels, -1)).movedim(-1, channels)
+            return with_bias(self, y.movedim(channels, -1), rows).movedim(-1, channels)
         if not y.is_meta and torch.is_autocast_enabled(y.device.type):
             h = _convolve(x, self.lora_A, base)
             with torch.autocast(y.device.type, enabled=False):
-                return self._add(y, h, base)
-        return self._add(y, _convolve(x.to(self.lora_A.dtype), self.lora_A, base), base)
+                return self._add(y, h, base, rows)
+        return self._add(y, _convolve(x.to(self.lora_A.dtype), self.lora_A, base), base, rows)
 
-    def _add(self, y: Tensor, h: Tensor, base: Any) -> Tensor:
+    def _add(self, y: Tensor, h: Tensor, base: Any, rows: RowFactors | None) -> Tensor:
         dims = len(base.kernel_size)
         channels = y.ndim - dims - 1
-        last, lora_B = with_dora(self, y.movedim(channels, -1), base)
-        h, lora_B = factors(y, h.movedim(channels, -1), lora_B, self.scaling)
-        kernel = lora_B.t().view(*reversed(lora_B.shape), *[1] * dims)
-        share = _CONVOLVE[dims](h.movedim(-1, channels), kernel).movedim(channels, -1)
+        last, lora_B = with_dora(self, y.movedim(channels, -1), base, rows)
+        h, lora_B = factors(y, h.movedim(channels, -1), lora_B, self.scaling, rows)
+        if lora_B.ndim == 3:
+            share = torch.bmm(h.flatten(1, -2), lora_B).view(last.shape)
+        else:
+            kernel = lora_B.t().view(*reversed(lora_B.shape), *[1] * dims)
+            share = _CONVOLVE[dims](h.movedim(-1, channels), kernel).movedim(channels, -1)
         last = (last + share).to(y.dtype)
-        return with_bias(self, last).movedim(-1, channels)
+        return with_bias(self, last, rows).movedim(-1, channels)
 
 
 def _convolve(x: Tensor, lora_A: Tensor, base: Any) -> Tensor:

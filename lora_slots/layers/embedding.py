@@ -13,6 +13,7 @@ from lora_slots.layers import watch
 from lora_slots.layers.base import LayerKind, LoraSlots, SlotSizes, runs_as
 from lora_slots.layers.linear import add_rows, with_bias
 from lora_slots.layers.quantized import dequantized
+from lora_slots.layers.routes import row_factors
 from lora_slots.layers.tokens import replace_rows
 
 
@@ -44,15 +45,18 @@ class EmbeddingSlots(LoraSlots):
 
     def _adapted(self, x: Tensor, y: Tensor, base: nn.Embedding, scale: Tensor | float) -> Tensor:
         total = y
+        rows = row_factors(self, y)
         if not self.low_rank:
-            total = with_bias(self, y)
+            total = with_bias(self, y, rows)
         else:
             h = F.embedding(x, self.lora_A.t())
             if base.max_norm is not None:
                 h = self._bounded_by_slot(h, base)
-            total = add_rows(self, y, h, base, self.scaling * scale)
+            total = add_rows(self, y, h, base, rows, self.scaling * scale)
         if self.token_rows is not None:
-            total = replace_rows(self, x, y, total, lambda rows: _bounded(rows, base) * scale)
+            total = replace_rows(
+                self, x, y, total, lambda trained: _bounded(trained, base) * scale, rows
+            )
         return total
 
     def _bounded_by_slot(self, h: Tensor, base: nn.Embedding) -> Tensor:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from lora_slots.layers import watch
 from lora_slots.layers.base import LayerKind, LoraSlots, SlotSizes
 from lora_slots.layers.quantized import dequantized, is_hqq
+from lora_slots.layers.routes import RowFactors, along, row_factors
 from lora_slots.layers.tokens import replace_outputs
 
 # Where the processor has no instructions for a dtype, torch multiplies in it many times slower than
@@ -50,53 +51,73 @@ class LinearSlots(LoraSlots):
         """
         if not torch.compiler.is_compiling():
             watch.notify(self)
-        total = self._with_rows(x, y, base) if self.low_rank else with_bias(self, y)
+        rows = row_factors(self, y)
+        total = self._with_rows(x, y, base, rows) if self.low_rank else with_bias(self, y, rows)
         if self.token_rows is not None:
             bias = cast("Tensor | None", base.bias)
-            total = replace_outputs(self, x, y, total, bias)
+            total = replace_outputs(self, x, y, total, bias, rows)
         return total
 
-    def _with_rows(self, x: Tensor, y: Tensor, base: nn.Module) -> Tensor:
+    def _with_rows(self, x: Tensor, y: Tensor, base: nn.Module, rows: RowFactors | None) -> Tensor:
         if not y.is_meta and torch.is_autocast_enabled(y.device.type):
             h = F.linear(x, self.lora_A)
             with torch.autocast(y.device.type, enabled=False):
-                return add_rows(self, y, h, base)
+                return add_rows(self, y, h, base, rows)
         lora_A = self.lora_A
-        return add_rows(self, y, F.linear(cast_to(x, lora_A.dtype), lora_A), base)
+        return add_rows(self, y, F.linear(cast_to(x, lora_A.dtype), lora_A), base, rows)
 
 
 def add_rows(
-    slots: LoraSlots, y: Tensor, h: Tensor, base: nn.Module, scaling: Tensor | None = None
+    slots: LoraSlots,
+    y: Tensor,
+    h: Tensor,
+    base: nn.Module,
+    rows: RowFactors | None = None,
+    scaling: Tensor | None = None,
 ) -> Tensor:
     """Add to ``y [..., out]`` what ``slots`` make of ``h [..., R]``, the product of x with A.
 
     ``scaling [1, R]`` stands for the slots' own where the base layer scales its output.
     """
-    y, lora_B = with_dora(slots, y, base)
-    y = add_product(y, h, lora_B, slots.scaling if scaling is None else scaling)
-    return with_bias(slots, y)
+    y, lora_B = with_dora(slots, y, base, rows)
+    y = add_product(y, h, lora_B, slots.scaling if scaling is None else scaling, rows)
+    return with_bias(slots, y, rows)
 
 
-def with_dora(slots: LoraSlots, y: Tensor, base: nn.Module) -> tuple[Tensor, Tensor]:
-    """``y [..., out]`` and ``lora_B [R, out]`` as DoRA multiplies them."""
+def with_dora(
+    slots: LoraSlots, y: Tensor, base: nn.Module, rows: RowFactors | None = None
+) -> tuple[Tensor, Tensor]:
+    """``y [..., out]`` and ``lora_B [R, out]`` as DoRA multiplies them.
+
+    With ``rows``, each has a ``lora_B`` of its own: ``[batch, R, out]``.
+    """
     if slots.dora is None:
         return y, slots.lora_B
-    gain = slots.gain()
     assert slots.owners is not None
-    return lift(y, gain, base), slots.lora_B * gain.index_select(0, slots.owners[0])
+    if rows is not None:
+        gain = slots.gain(rows.weights)
+        change = along((gain - 1).sum(1), y.ndim)
+        return lift(y, change, base), slots.lora_B * gain.index_select(1, slots.owners[0])
+    gain = slots.gain()
+    y = lift(y, (gain - 1).sum(0), base)
+    return y, slots.lora_B * gain.index_select(0, slots.owners[0])
 
 
-def with_bias(slots: LoraSlots, y: Tensor) -> Tensor:
+def with_bias(slots: LoraSlots, y: Tensor, rows: RowFactors | None = None) -> Tensor:
     """``y [..., out]`` plus the bias of all slots."""
-    return y if slots.lora_bias is None else (y + slots.total_bias()).to(y.dtype)
+    if slots.lora_bias is None:
+        return y
+    if rows is not None:
+        return (y + along(slots.total_bias(rows.weights), y.ndim)).to(y.dtype)
+    return (y + slots.total_bias()).to(y.dtype)
 
 
-def lift(y: Tensor, gain: Tensor, base: nn.Module) -> Tensor:
+def lift(y: Tensor, change: Tensor, base: nn.Module) -> Tensor:
     """Multiply what the base weight gave, ``y [..., out]`` less the bias, as DoRA does.
 
-    Every slot does so by ``gain [num_slots, out]`` for itself; their changes add up.
+    Every slot does so for itself; ``change``, which broadcasts against ``y``, is the sum of what
+    they change it by.
     """
-    change = (gain - 1).sum(0)
     bias = getattr(base, "bias", None)
     product = y.to(torch.promote_types(y.dtype, change.dtype))
     if bias is not None:
@@ -104,17 +125,25 @@ def lift(y: Tensor, gain: Tensor, base: nn.Module) -> Tensor:
     return torch.where(change != 0, y + change * product, y).to(y.dtype)
 
 
-def add_product(y: Tensor, h: Tensor, lora_B: Tensor, scaling: Tensor) -> Tensor:
+def add_product(
+    y: Tensor, h: Tensor, lora_B: Tensor, scaling: Tensor, rows: RowFactors | None = None
+) -> Tensor:
     """``y [..., out] + where(scaling != 0, scaling * h [..., R], 0) @ lora_B [R, out]``.
+
+    Or with a ``lora_B`` for each row, ``[batch, R, out]``.
 
     The sum is an `addmm` because inductor fuses ``y + h @ B`` otherwise than the base layer alone,
     which would round differently even with nothing loaded.
     """
-    h, lora_B = factors(y, h, lora_B, scaling)
-    if y.ndim == 2:
+    h, lora_B = factors(y, h, lora_B, scaling, rows)
+    if lora_B.ndim == 3:
+        flat = cast_to(y.reshape(len(y), -1, y.shape[-1]), h.dtype)
+        total = torch.baddbmm(flat, h.reshape(len(h), -1, h.shape[-1]), lora_B)
+    elif y.ndim == 2:
         return cast_to(torch.addmm(cast_to(y, h.dtype), h, lora_B), y.dtype)
-    flat = cast_to(y.reshape(-1, y.shape[-1]), h.dtype)
-    total = torch.addmm(flat, h.reshape(-1, h.shape[-1]), lora_B)
+    else:
+        flat = cast_to(y.reshape(-1, y.shape[-1]), h.dtype)
+        total = torch.addmm(flat, h.reshape(-1, h.shape[-1]), lora_B)
     return cast_to(total, y.dtype).reshape(y.shape)
 
 
@@ -123,7 +152,9 @@ def cast_to(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     return tensor if tensor.dtype == dtype else tensor.to(dtype)
 
 
-def factors(y: Tensor, h: Tensor, lora_B: Tensor, scaling: Tensor) -> tuple[Tensor, Tensor]:
+def factors(
+    y: Tensor, h: Tensor, lora_B: Tensor, scaling: Tensor, rows: RowFactors | None = None
+) -> tuple[Tensor, Tensor]:
     """Two factors whose product is ``where(scaling != 0, scaling * h, 0) @ lora_B``.
 
     Both in the dtype in which the product is to be added to ``y``.
@@ -135,10 +166,13 @@ def factors(y: Tensor, h: Tensor, lora_B: Tensor, scaling: Tensor) -> tuple[Tens
     if dtype == torch.float16:
         # scaling * h can leave the range of float16 where scaling * (h @ B) does not, and so can
         # scaling * B. What shrinks is applied to h; of what grows, B takes what it has room for.
-        room = 2**15 / lora_B.abs().amax(dim=1).float()
+        room = 2**15 / lora_B.abs().amax(dim=1 if lora_B.ndim == 2 else (0, 2)).float()
         grow = torch.minimum(scaling.abs().clamp(min=1), room)
         lora_B = lora_B * grow.t()
         scaling = scaling / grow
+    if rows is not None:
+        scaling = scaling * rows.scaling
+        on = on & (rows.scaling != 0)
     return cast_to(torch.where(on, h * scaling, 0), dtype), cast_to(lora_B, dtype)
 
 

@@ -5,17 +5,23 @@ Source: ``peft.tuners.trainable_tokens``: whole rows, not deltas.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from lora_slots.layers.base import LoraSlots
+from lora_slots.layers.routes import RowFactors, along
 
 
 def replace_rows(
-    slots: LoraSlots, x: Tensor, y: Tensor, total: Tensor, finish: Callable[[Tensor], Tensor]
+    slots: LoraSlots,
+    x: Tensor,
+    y: Tensor,
+    total: Tensor,
+    finish: Callable[[Tensor], Tensor],
+    factors: RowFactors | None = None,
 ) -> Tensor:
     """Put the trained rows of all slots in the place of an embedding's.
 
@@ -28,6 +34,7 @@ def replace_rows(
         y: ``[..., dim]``, what the embedding made of them.
         total: ``[..., dim]``, ``y`` plus what the slots add otherwise.
         finish: What the embedding does to its rows, ``[..., dim]``, after looking them up.
+        factors: What tells the rows of a batch apart.
     """
     assert slots.token_ids is not None
     assert slots.token_rows is not None
@@ -36,7 +43,10 @@ def replace_rows(
     own: Tensor | float = 0.0
     replaced = torch.zeros_like(x, dtype=torch.bool).unsqueeze(-1)
     held = slots.token_ids.chunk(slots.num_slots), slots.token_rows.chunk(slots.num_slots)
-    for ids, rows, weight in zip(*held, slots.weights[0], strict=True):
+    weights: Iterable[Tensor] = slots.weights[0]
+    if factors is not None and factors.weights is not None:
+        weights = [along(own, y.ndim) for own in factors.weights.unsqueeze(-1).unbind(1)]
+    for ids, rows, weight in zip(*held, weights, strict=True):
         hits = x.unsqueeze(-1) + 1 == ids.flatten()
         hit = hits.any(-1, keepdim=True)
         row = finish(F.embedding(hits.int().argmax(-1), rows).to(y.dtype))
@@ -49,7 +59,12 @@ def replace_rows(
 
 
 def replace_outputs(
-    slots: LoraSlots, x: Tensor, y: Tensor, total: Tensor, bias: Tensor | None
+    slots: LoraSlots,
+    x: Tensor,
+    y: Tensor,
+    total: Tensor,
+    bias: Tensor | None,
+    factors: RowFactors | None = None,
 ) -> Tensor:
     """Make the outputs of a linear layer those of a weight with the trained rows of all slots.
 
@@ -59,12 +74,17 @@ def replace_outputs(
         y: ``[..., out]``, what it returned.
         total: ``[..., out]``, ``y`` plus what the slots add otherwise.
         bias: The layer's bias, ``[out]``.
+        factors: What tells the rows of a batch apart.
     """
     assert slots.token_ids is not None
     assert slots.token_rows is not None
     assert slots.weights is not None
     ids = slots.token_ids.flatten()
-    weights = slots.weights[0].repeat_interleave(len(ids) // slots.num_slots)
+    each = len(ids) // slots.num_slots
+    if factors is not None and factors.weights is not None:
+        weights = along(factors.weights.repeat_interleave(each, dim=1), y.ndim)
+    else:
+        weights = slots.weights[0].repeat_interleave(each)
     weights = torch.where(ids != 0, weights, 0)
     outputs = (ids - 1).clamp(min=0)
     row = F.linear(x.to(slots.token_rows.dtype), slots.token_rows).float()
