@@ -46,7 +46,7 @@ class HoldLock:
             with self._lock:
                 if self._closed and not self._is_inside(thread):
                     self._waiting[token] = thread
-                    while self._closed and token in self._waiting:
+                    while self._closed and token not in self._holds:
                         self._changed.wait(_POLL)
                 self._holds[token] = thread
                 self._waiting.pop(token, None)
