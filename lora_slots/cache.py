@@ -5,16 +5,18 @@ from __future__ import annotations
 import os
 import threading
 from collections import OrderedDict
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from torch import nn
 from torch.utils.weak import WeakIdRef
 
 from lora_slots.layers import SlotLayer
 from lora_slots.layout import Layout
 from lora_slots.reading.folders import CONFIG_NAME, locate
 from lora_slots.report import LoadReport
+from lora_slots.resolve.extras import AS_IN_THE_MODEL
 from lora_slots.staging.staged import StagedAdapter
 
 # Rows that were computed from the base weights as they were.
@@ -64,7 +66,7 @@ class StagedCache:
             entry = None if key is None else self._entries.get(key)
             if entry is None:
                 return None
-            if entry.base != base_state(entry.staged, layout):
+            if entry.base != base_state(entry.staged, entry.report, layout):
                 self._drop(key)
                 return None
             self._entries.move_to_end(key)
@@ -111,19 +113,26 @@ def _stat(path: str) -> Hashable:
     return path, stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns
 
 
-def base_state(staged: StagedAdapter, layout: Layout) -> Hashable:
-    """Changes whenever a base weight that the rows of ``staged`` were computed from does.
+def base_state(staged: StagedAdapter, report: LoadReport, layout: Layout) -> Hashable:
+    """Changes whenever a base weight does that ``staged`` was computed from.
 
+    That is every one if the report says that a tensor was skipped for being equal to the model's.
     It sees what torch counts: in-place operations and new parameters, not writes through ``.data``.
     """
-    names = _FROM_BASE.intersection(staged.rows)
-    targets = sorted({target for name in names for target in staged.rows[name].targets})
+    # An id alone comes back with the next parameter once the old one is gone.
     return tuple(
-        # An id alone comes back with the next parameter once the old one is gone.
         (WeakIdRef(parameter), _version(parameter))
-        for target in targets
-        for parameter in layout.targets[target].module.parameters(recurse=False)
+        for parameter in _looked_at(staged, report, layout)
     )
+
+
+def _looked_at(staged: StagedAdapter, report: LoadReport, layout: Layout) -> Iterator[nn.Parameter]:
+    if any(reason == AS_IN_THE_MODEL for _, reason in report.skipped):
+        yield from layout.parameters()
+        return
+    names = _FROM_BASE.intersection(staged.rows)
+    for target in sorted({target for name in names for target in staged.rows[name].targets}):
+        yield from layout.targets[target].module.parameters(recurse=False)
 
 
 def _version(parameter: Any) -> object:

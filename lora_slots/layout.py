@@ -173,6 +173,10 @@ class Layout:
                 return index, name
         return None
 
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """All parameters of the model."""
+        return self._model.parameters()
+
     def dtypes_of(self, component: str) -> Iterator[torch.dtype]:
         """The dtypes of the parameters of one component, in the order of the model."""
         for _, parameter in parts_of(self._model)[component].named_parameters():

@@ -96,11 +96,11 @@ class Loader:
         # What is cached must not be overwritten, so that there is nothing to spare.
         memory = () if self.cache.limit else spare()
         staged = stage(adapter, self._layout, max_rank=self._max_rank, spare=memory)
-        prepared = Prepared(staged, started, False, _report(adapter, staged))
+        report = _report(adapter, staged)
         if key is not None and key == self._key(source, strict, rank):
-            base = base_state(staged, self._layout)
-            self.cache.put(key, Cached(staged, _report(adapter, staged), base))
-        return prepared
+            base = base_state(staged, report, self._layout)
+            self.cache.put(key, Cached(staged, report, base))
+        return Prepared(staged, started, False, report)
 
     def _key(self, source: Source | RawAdapter, strict: bool, rank: int | None) -> object:
         file = identity(source) if self.cache.limit else None

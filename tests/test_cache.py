@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import os
+import pickle
 from pathlib import Path
 
 import pytest
@@ -174,6 +176,44 @@ def test_what_was_computed_from_a_base_weight_goes_when_that_changes(tmp_path: P
     assert not manager.load(path).cached
     SlotManager(other, max_rank=8, dora=True).load(path)
     torch.testing.assert_close(model(toy_input()), other(toy_input()))
+
+
+def test_a_new_weight_is_not_taken_for_an_old_one_that_was_where_it_is(tmp_path: Path) -> None:
+    path = write_adapter(tmp_path / "dora", toy(), r=4, use_dora=True, target_modules=["q_proj"])
+    model = toy()
+    manager = manager_of(model, dora=True)
+    manager.load(path)
+    for _ in range(20):  # memory that was given back is soon given out again
+        for _ in range(2):
+            model.model.layers[0].q_proj.weight = torch.nn.Parameter(torch.ones(6, 8))
+        assert not manager.load(path).cached
+
+
+def test_a_tensor_that_was_like_the_models_own_is_compared_again(tmp_path: Path) -> None:
+    path = write_adapter(
+        tmp_path / "a", toy(bias=True), r=4, bias="all", target_modules=["q_proj", "v_proj"]
+    )
+    model = toy(bias=True)
+    manager = manager_of(model, bias=True)
+    assert len(manager.load(path).skipped) == 4
+    assert manager.load(path).cached
+    before = model(toy_input())
+    with torch.no_grad():
+        model.model.layers[0].q_proj.bias.add_(1)
+    assert len(manager.load(path).skipped) == 3
+    torch.testing.assert_close(model(toy_input()), before)
+
+
+def test_copies_start_with_an_empty_cache(tmp_path: Path) -> None:
+    path = toy_folder(tmp_path / "a", 4)
+    model = toy()
+    manager = manager_of(model)
+    manager.load(path)
+    for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        own = SlotManager.of(copied)
+        assert not own.load(path).cached
+        assert own.load(path).cached
+    assert manager.load(path).cached
 
 
 def test_tensors_in_memory_are_never_cached() -> None:

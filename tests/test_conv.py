@@ -124,7 +124,7 @@ def test_a_lora_A_over_all_channels_crosses_the_groups():
 
 
 @pytest.mark.parametrize(
-    "dtype", [torch.float32, torch.bfloat16], ids=["float32 file", "bfloat16 file"]
+    "dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn], ids="file in {}".format
 )
 @torch.no_grad()
 def test_tucker_factors_are_folded_exactly(dtype: torch.dtype):

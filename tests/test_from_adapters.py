@@ -28,6 +28,7 @@ from toys import (
     write_adapter,
     write_folder,
 )
+from whole_files import X, by_peft, headed, write_trained
 
 from lora_slots import SlotManager, TargetMismatchError
 
@@ -233,3 +234,18 @@ def test_a_fused_sparse_file_gets_the_rank_that_its_header_has(tmp_path: Path) -
     manager = SlotManager.from_adapters(flux(), [path])
     assert manager.status().max_rank == 6
     assert manager.load(path).rank == 2
+
+
+def test_a_grouped_convolution_gets_the_rank_of_all_its_groups(tmp_path: Path) -> None:
+    write_peft(tmp_path, convolutions(), LoHaConfig(r=1, init_weights=False, target_modules=["2"]))
+    assert assert_fits(convolutions(), tmp_path).status().max_rank == 2
+
+
+def test_biases_of_what_another_adapter_changes_fit_beside_that(tmp_path: Path) -> None:
+    biases = write_trained(tmp_path / "a", headed(), bias="all", target_modules=["q_proj"])
+    dense = write_trained(tmp_path / "b", headed(), seed=1, target_modules=["dense", "out_proj"])
+    model = headed()
+    manager = assert_fits(model, biases, dense)
+    for path in (biases, dense):
+        manager.load(path)
+        torch.testing.assert_close(model(X), by_peft(headed(), path), rtol=1e-5, atol=1e-5)

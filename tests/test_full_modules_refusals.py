@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import nn
-from toys import Snapshot
+from toys import WEIGHTS, Snapshot
 from whole_files import FULL, X, headed, manager_of, with_pair, write_trained
 
 from lora_slots import (
@@ -19,6 +20,7 @@ from lora_slots import (
 
 HEAD = "base_model.model.classifier.out_proj.weight"
 NORM = "base_model.model.norm.weight"
+NORM_BIAS = "base_model.model.norm.bias"
 
 
 def refused(manager, model, source, error, match):
@@ -67,7 +69,20 @@ def test_a_module_of_the_config_that_the_file_lacks_is_refused(tmp_path):
     refused(manager_of(model), model, source, UnsupportedAdapterError, match)
     # PEFT lists the usual names of heads, whatever the model has.
     config = {"r": 2, "modules_to_save": ["norm", "score"]}
-    manager_of(headed()).load(with_pair({NORM: torch.ones(8) * 2}, config))
+    whole = {NORM: torch.ones(8) * 2, NORM_BIAS: torch.ones(8)}
+    manager_of(headed()).load(with_pair(whole, config))
+
+
+@pytest.mark.parametrize("missing", [HEAD, NORM, NORM_BIAS])
+def test_a_saved_module_that_is_not_whole_is_refused(missing, tmp_path):
+    path = write_trained(tmp_path / "a", headed(), modules_to_save=list(FULL))
+    tensors = load_file(path / WEIGHTS)
+    del tensors[missing]
+    save_file(tensors, path / WEIGHTS)
+    model = headed()
+    name = missing.removeprefix("base_model.model.")
+    match = rf"is incomplete: its config says modules_to_save=.*, but it has no tensor for {name}"
+    refused(manager_of(model), model, path, AdapterFileError, match)
 
 
 @pytest.mark.parametrize("key", [HEAD, "classifier.out_proj.diff"])

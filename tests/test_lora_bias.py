@@ -230,6 +230,14 @@ def test_a_bias_that_does_not_fit_is_refused_and_changes_nothing(case: str) -> N
         before.assert_unchanged(manager, model)
 
 
+def test_a_bias_that_the_config_says_and_the_file_lacks_is_refused() -> None:
+    tensors = _with(torch.clone)
+    del tensors[f"{FIRST}.lora_B.bias"]
+    message = r"says lora_bias, but there is no lora_B\.bias for base_model.*"
+    with pytest.raises(AdapterFileError, match=message):
+        slots(toy()).load(read_adapter(tensors, CONFIG))
+
+
 @pytest.mark.parametrize("strict", [True, False], ids=["strict", "lenient"])
 def test_without_room_for_a_bias_the_remedy_is_named_and_nothing_changes(strict: bool) -> None:
     model = toy()

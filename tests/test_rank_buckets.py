@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import pickle
 from collections.abc import Iterable
 from typing import Any
 
@@ -174,7 +175,8 @@ def test_copies_pickles_and_casts_keep_all_rows():
     stream = io.BytesIO()
     torch.save(model, stream)
     stream.seek(0)
-    for copied in (copy.deepcopy(model), torch.load(stream, weights_only=False)):
+    pickled = pickle.loads(pickle.dumps(model))
+    for copied in (copy.deepcopy(model), torch.load(stream, weights_only=False), pickled):
         own = SlotManager.of(copied)
         assert torch.equal(copied(X), output)
         own.set_adapters(["a", "b", "c", "d"])
@@ -186,6 +188,22 @@ def test_copies_pickles_and_casts_keep_all_rows():
     manager.set_adapters(["a", "b", "c", "d"])
     result = model(X.double()).float()
     torch.testing.assert_close(result, expected(RANKS), rtol=1e-4, atol=1e-3)
+
+
+@torch.no_grad()
+def test_adapters_of_max_rank_fit_whatever_that_is_a_multiple_of():
+    model = blocks(2)
+    manager = SlotManager(model, max_rank=12, num_slots=2, rank_buckets=[0, 12])
+    for seed, name in enumerate("ab"):
+        manager.load(block_adapter(12, seed=seed), name)
+        assert rows_seen(model) == 12
+    manager.set_adapters(["a", "b"])
+    whole = blocks(2)
+    other = SlotManager(whole, max_rank=12, num_slots=2)
+    for seed, name in enumerate("ab"):
+        other.load(block_adapter(12, seed=seed), name)
+    other.set_adapters(["a", "b"])
+    torch.testing.assert_close(model(X), whole(X), rtol=1e-4, atol=1e-3)
 
 
 # PEFT takes the bias of lora_B for one of its matrices.

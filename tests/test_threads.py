@@ -5,10 +5,11 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 import torch
-from toys import slot_buffers, toy, toy_adapter
+from toys import slot_buffers, toy, toy_adapter, toy_folder
 
 from lora_slots import SlotManager
 
@@ -97,3 +98,30 @@ def test_threads_that_load_and_set_weights_agree_with_the_status():
         for name, buffer in slot_buffers(model).items():
             if "scaling" in name:
                 assert buffer[0, :8].tolist() == [0.25] * 8, name
+
+
+def test_threads_that_share_a_cache_get_what_they_load(tmp_path: Path):
+    paths = [toy_folder(tmp_path / str(seed), 4, seed=seed) for seed in range(3)]
+    model = toy()
+    size = SlotManager(toy(), max_rank=8).load(paths[0]).nbytes
+    manager = SlotManager(
+        model, max_rank=8, num_slots=3, cache_bytes=size
+    )  # one pushes out another
+
+    def load(name: str) -> Callable[[], None]:
+        def run() -> None:
+            for turn in range(60):
+                manager.load(paths[turn % 3], name, activate=False)
+
+        return run
+
+    run_together(load("a"), load("b"), load("c"))
+    expected = SlotManager(toy(), max_rank=8)
+    expected.load(paths[2])
+    held = expected._bank.held(0).rows
+    for slot in range(3):
+        own = manager._bank.held(slot).rows
+        assert own.keys() == held.keys()
+        assert all(map(torch.equal, own["lora_B"].rows, held["lora_B"].rows))
+    cache = manager._loader.cache
+    assert cache.nbytes == len(cache) * size

@@ -63,6 +63,21 @@ def test_trained_rows_are_pefts_at_every_weight(name: str, indices: Any, tmp_pat
     assert not any(buffer.any() for buffer in slot_buffers(model).values())
 
 
+def test_rows_in_8_bits_are_loaded_as_they_are():
+    model, manager = plain_with_room()
+    rows = random(2, 16).to(torch.float8_e4m3fn)
+    manager.load(token_rows(LIST, rows))
+    assert torch.equal(run(model, torch.tensor(LIST)), rows.float())
+
+
+def test_a_head_that_is_replaced_leaves_the_embedding_its_room(tmp_path: Path):
+    write_tokens(tmp_path, llama, {"embed_tokens": LIST}, modules_to_save=["lm_head"])
+    model = llama()
+    manager = SlotManager.from_adapters(model, [tmp_path])
+    manager.load(tmp_path)
+    torch.testing.assert_close(run(model), run(peft_model(llama(), tmp_path)), **CLOSE)
+
+
 def run_rows(model: nn.Module, path: Path) -> Tensor:
     """What PEFT's embedding gives."""
     with torch.no_grad():

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from conv_nets import random
 from embedding_models import Plain, llama, plain_with_room, token_rows, write_tokens
 from torch import nn
@@ -52,6 +53,8 @@ REFUSED: dict[str, tuple[RawAdapter, type[LoraSlotsError], str]] = {
     "rows for other ids": (
         token_rows([5], ROWS), AdapterFileError, r"one row for each of the 1 tokens .* \(2, 16\)"
     ),
+    "a single number": (token_rows([5], torch.tensor(1.0)), AdapterFileError, r"a row .* \(\)"),
+    "no rows": (token_rows([], torch.ones(0, 16)), AdapterFileError, r"a row for .* \(0, 16\)"),
     "an id beyond the vocabulary": (
         token_rows([5, 128], ROWS), TargetMismatchError,
         "has 128 rows of 16, but .* tokens up to 128",

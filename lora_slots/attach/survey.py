@@ -62,7 +62,9 @@ def survey(
         path = without_wrappers(aliases[0])
         if module in full:
             wanted = [*([choice] if choice else []), *parameters.values()]
-            if module in with_tokens or any(each.kinds is None for each in wanted):
+            # What is tied to an embedding would miss the rows that this gets.
+            tied = with_tokens.get(module) is not None
+            if tied or any(each.kinds is None for each in wanted):
                 raise TargetMismatchError(
                     f"{path} is in full_modules, so that it takes whole tensors and nothing else; "
                     "leave it out of full_modules, or out of target_modules and token_rows"
@@ -98,7 +100,7 @@ def survey(
     silent = [name for name in choices if name not in matched]
     if (not matched and not full) or (silent and isinstance(target_modules, Mapping)):
         raise _no_match(model, target_modules, silent)
-    if token_rows and not with_tokens:
+    if token_rows and not any(target.token_rows for target in targets):
         raise TargetMismatchError(
             f"token_rows={token_rows} gives room to embeddings, but this {type(model).__name__} "
             "has none that take it"

@@ -402,6 +402,9 @@ class Bank:
 
     def _buffers(self, name: str, targets: Iterable[int]) -> list[Tensor]:
         # Read anew each time, since `.to()` replaces buffers.
+        if self._buckets is None:
+            layers = self._layers
+            return [layers[target]._buffers[name] for target in targets]  # type: ignore[misc]
         return [self._layers[target].whole(name) for target in targets]  # type: ignore[misc]
 
 

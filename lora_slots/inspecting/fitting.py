@@ -19,7 +19,7 @@ from lora_slots.resolve.naming import Naming
 from lora_slots.resolve.nesting import unnest
 from lora_slots.resolve.pairing import Pair, pair_up, read_settings
 from lora_slots.resolve.renamed import with_fused_experts
-from lora_slots.resolve.resolving import find_targets
+from lora_slots.resolve.resolving import find_targets, update_of
 from lora_slots.resolve.tokens import token_needs
 
 

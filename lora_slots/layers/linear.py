@@ -61,8 +61,8 @@ class LinearSlots(LoraSlots):
             h = F.linear(x, self.lora_A)
             with torch.autocast(y.device.type, enabled=False):
                 return add_rows(self, y, h, base)
-        h = F.linear(x.to(self.lora_A.dtype), self.lora_A)
-        return add_rows(self, y, h, base)
+        lora_A = self.lora_A
+        return add_rows(self, y, F.linear(cast_to(x, lora_A.dtype), lora_A), base)
 
 
 def add_rows(
@@ -111,8 +111,16 @@ def add_product(y: Tensor, h: Tensor, lora_B: Tensor, scaling: Tensor) -> Tensor
     which would round differently even with nothing loaded.
     """
     h, lora_B = factors(y, h, lora_B, scaling)
-    total = torch.addmm(y.reshape(-1, y.shape[-1]).to(h.dtype), h.reshape(-1, h.shape[-1]), lora_B)
-    return total.to(y.dtype).reshape(y.shape)
+    if y.ndim == 2:
+        return cast_to(torch.addmm(cast_to(y, h.dtype), h, lora_B), y.dtype)
+    flat = cast_to(y.reshape(-1, y.shape[-1]), h.dtype)
+    total = torch.addmm(flat, h.reshape(-1, h.shape[-1]), lora_B)
+    return cast_to(total, y.dtype).reshape(y.shape)
+
+
+def cast_to(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """``tensor.to(dtype)``, without the cost of a call that changes nothing."""
+    return tensor if tensor.dtype == dtype else tensor.to(dtype)
 
 
 def factors(y: Tensor, h: Tensor, lora_B: Tensor, scaling: Tensor) -> tuple[Tensor, Tensor]:
@@ -120,7 +128,7 @@ def factors(y: Tensor, h: Tensor, lora_B: Tensor, scaling: Tensor) -> tuple[Tens
 
     Both in the dtype in which the product is to be added to ``y``.
     """
-    dtype = torch.promote_types(y.dtype, h.dtype)
+    dtype = y.dtype if y.dtype == h.dtype else torch.promote_types(y.dtype, h.dtype)
     if y.is_cpu and dtype in _SLOW_ON_CPU:
         dtype = torch.float32
     on = scaling != 0
@@ -131,7 +139,7 @@ def factors(y: Tensor, h: Tensor, lora_B: Tensor, scaling: Tensor) -> tuple[Tens
         grow = torch.minimum(scaling.abs().clamp(min=1), room)
         lora_B = lora_B * grow.t()
         scaling = scaling / grow
-    return torch.where(on, h * scaling, 0).to(dtype), lora_B.to(dtype)
+    return cast_to(torch.where(on, h * scaling, 0), dtype), cast_to(lora_B, dtype)
 
 
 def _is_linear(module: nn.Module) -> bool:

@@ -28,6 +28,9 @@ _VARIANTS = {
     "lora_diag": "KaSA",
 }
 
+# Why a tensor is skipped that would change nothing.
+AS_IN_THE_MODEL = "equal to the model's own"
+
 Rows = dict[int, dict[str, Tensor]]
 
 
@@ -58,26 +61,25 @@ def take_extras(
         UnsupportedAdapterError: There is no room for a tensor, if ``strict``; or it belongs to a
             feature that is not applied here.
         TargetMismatchError: A shape is not the model's, or two tensors are for one place.
-        AdapterFileError: A tensor has no data.
+        AdapterFileError: A tensor has no data, or one is missing.
         AttachError: The model's own tensor has no data to add to or to compare with.
     """
     found = list(found)
-    low_rank = {target.module for target in layout if target.low_rank}
-    leftovers = Leftovers(raw, layout, naming, found, low_rank)
+    leftovers = Leftovers(raw, layout, naming, found)
     rows: Rows = {}
     skipped: list[tuple[str, str]] = []
-    modules: list[str] = []
+    seen: list[Extra] = []
     for key, tensor in extras.items():
         _check_tensor(key, tensor, raw)
         extra = read_extra(key, tensor, layout, naming)
-        modules.append(extra.module)
+        seen.append(extra)
         reason = _why_idle(extra, extras, naming, found)
         if reason:
             skipped.append((key, reason))
         elif not _place(extra, rows, layout, naming, raw):
             leftovers.add(extra)
     if strict:
-        leftovers.check(modules)
+        leftovers.check(seen)
     return rows, skipped + [(key, kind) for kind, keys in leftovers.keys.items() for key in keys]
 
 
@@ -106,7 +108,7 @@ def _why_idle(
     if extra.key.endswith(".alpha") and f"{extra.key.removesuffix('.alpha')}.diff" in extras:
         return "scales no diff"
     if extra.is_idle:
-        return "all zero" if extra.diff else "equal to the model's own"
+        return "all zero" if extra.diff else AS_IN_THE_MODEL
     return ""
 
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from lora_slots.errors import UnsupportedAdapterError
+from lora_slots.errors import AdapterFileError, UnsupportedAdapterError
 from lora_slots.layout import Layout
 from lora_slots.reading import RawAdapter
 from lora_slots.reading.keys import split_key
@@ -105,7 +105,7 @@ class Leftovers:
         layout: The model.
         naming: Finds the modules of the file.
         found: All names of modules in the file that the model has.
-        low_rank: The modules that take low-rank updates, of this file or of others.
+        others: Modules that take low-rank updates of other files.
         keys: The names of the tensors, by their kind.
         full_modules: The names that `SlotManager` would have to be given so as to make room.
         bias: Whether it would have to be given ``bias=True``.
@@ -115,7 +115,7 @@ class Leftovers:
     layout: Layout
     naming: Naming
     found: list[str]
-    low_rank: Collection[nn.Module]
+    others: Collection[nn.Module] = ()
     keys: dict[str, list[str]] = field(default_factory=dict)
     full_modules: dict[str, None] = field(default_factory=dict)
     bias: bool = False
@@ -133,7 +133,7 @@ class Leftovers:
         module = None if extra.owner is None else self.layout.modules[extra.owner]
         if module is None or extra.key.endswith(".base_layer.weight"):
             return
-        if extra.parameter in _BIASES and module in self.low_rank:
+        if extra.parameter in _BIASES and (module in self.adapted or module in self.others):
             self.bias = True
         elif extra.parameter in module._parameters and module not in self.adapted:
             self.full_modules[self._saved_name(extra)] = None
@@ -147,21 +147,23 @@ class Leftovers:
             needs["bias"] = True
         return needs
 
-    def check(self, modules: Iterable[str]) -> None:
+    def check(self, extras: Sequence[Extra]) -> None:
         """Refuse a file with leftovers, or with features that it has no tensors for.
 
         Args:
-            modules: The modules of all extras of the file.
+            extras: All extras of the file.
 
         Raises:
             UnsupportedAdapterError: Names them, and what to do.
+            AdapterFileError: Some tensors of a saved module are missing.
         """
         configs = self.raw.all_configs
         features = [feature for config in configs for feature in whole_tensor_features(config)]
         if not self.keys:
-            known = list(modules)
+            known = [extra.module for extra in extras]
             features = [f for config in configs for f in self._without_tensors(config, known)]
         if not self.keys and not features:
+            self._check_whole(extras)
             return
         kinds = [f"{len(keys)} {kind} ({_some(keys)})" for kind, keys in self.keys.items()]
         options = [
@@ -173,6 +175,20 @@ class Leftovers:
             f"{self.raw.source} asks for more than slots can hold: {'; '.join(features + kinds)}; "
             f"{remedy}pass strict=False to load its low-rank part without them"
         )
+
+    def _check_whole(self, extras: Sequence[Extra]) -> None:
+        """Refuse a file that has some parameters of a saved module, and not all."""
+        names = [name for config in self.raw.all_configs for name in _saved(config)]
+        given = {id(extra.live) for extra in extras if not is_replaced(extra.key)}
+        owners = {extra.owner for extra in extras if extra.owner}
+        paths = {path for owner in owners for path in _with_parents(owner)}
+        for path in sorted(path for path in paths if path.endswith(tuple(names))):
+            for parameter, live in self.layout.modules[path].named_parameters():
+                if id(live) not in given:
+                    raise AdapterFileError(
+                        f"{self.raw.source} is incomplete: its config says modules_to_save="
+                        f"{names!r}, but it has no tensor for {path}.{parameter}"
+                    )
 
     def _saved_name(self, extra: Extra) -> str:
         """The name under which ``full_modules`` has to list the module of an extra.
@@ -202,7 +218,7 @@ def room_needs(
     layout: Layout,
     naming: Naming,
     found: Iterable[str],
-    low_rank: Collection[nn.Module],
+    others: Collection[nn.Module],
 ) -> dict[str, Any]:
     """The options of `SlotManager` that make room for all these tensors.
 
@@ -212,10 +228,10 @@ def room_needs(
         layout: All layers of the model that take adapters; they need not have slots.
         naming: Finds the modules of the file.
         found: All names of modules in the file that the model has.
-        low_rank: The modules that will have low-rank slots.
+        others: Modules that take low-rank updates of other files.
     """
     found = list(found)
-    leftovers = Leftovers(raw, layout, naming, found, low_rank)
+    leftovers = Leftovers(raw, layout, naming, found, others)
     for key, tensor in extras.items():
         extra = read_extra(key, tensor, layout, naming)
         if not (is_replaced(key) or extra.is_idle or naming.other_component(extra.name, found)):
@@ -235,8 +251,13 @@ def _saved(config: Mapping[str, Any]) -> list[str]:
 
 def _is_below(module: str, name: str) -> bool:
     """Whether a module, or one that holds it, has a name that ends in ``name``."""
+    return any(path.endswith(name) for path in _with_parents(module))
+
+
+def _with_parents(module: str) -> Iterator[str]:
+    """The name of a module, and those of the modules that hold it."""
     segments = module.split(".")
-    return any(".".join(segments[: end + 1]).endswith(name) for end in range(len(segments)))
+    return (".".join(segments[: end + 1]) for end in range(len(segments)))
 
 
 def _kind(extra: Extra) -> str:

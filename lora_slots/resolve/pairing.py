@@ -124,6 +124,10 @@ def _pair(module: str, found: dict[str, Tensor], raw: RawAdapter) -> Pair:
             f"the config of {raw.source} says use_dora, but there is no lora_magnitude_vector for "
             f"{module}"
         )
+    if config is not None and config.get("lora_bias") is True and "lora_bias" not in found:
+        raise AdapterFileError(
+            f"the config of {raw.source} says lora_bias, but there is no lora_B.bias for {module}"
+        )
     for part in ("lora_bias", "magnitude"):
         if part in found and not found[part].is_floating_point():
             raise AdapterFileError(

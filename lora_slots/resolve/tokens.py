@@ -92,6 +92,11 @@ def take_tokens(
     found: dict[int, dict[str, Tensor]] = {}
     for key in keys:
         rows = extras.pop(key)
+        if rows.ndim != 2 or not len(rows) or not rows.is_floating_point():
+            raise AdapterFileError(
+                f"{key} of {raw.source} must hold a row for each trained token, got {rows.dtype} "
+                f"of shape {tuple(rows.shape)}"
+            )
         match = layout.find(_module(key))
         target = None if match is None else layout.targets[match[0]]
         problem = _lack_of_room(rows, target, layout)
@@ -105,7 +110,8 @@ def take_tokens(
         ids = _ids(match[1], key, raw)
         _check(rows, ids, target, key, raw)
         new = {"token_ids": torch.tensor(ids)[:, None] + 1, "token_rows": rows}
-        if not _same(found.setdefault(match[0], new), new):
+        known = found.setdefault(match[0], new)
+        if known is not new and not _same(known, new):
             raise TargetMismatchError(
                 f"{target.path} is one shared module in this model, but {raw.source} has different "
                 "token rows for its names"
@@ -157,7 +163,7 @@ def _is_id(token: object) -> bool:
 
 
 def _check(rows: Tensor, ids: list[int], target: Target, key: str, raw: RawAdapter) -> None:
-    if rows.ndim != 2 or not rows.is_floating_point() or len(rows) != len(ids):
+    if len(rows) != len(ids):
         raise AdapterFileError(
             f"{key} of {raw.source} must hold one row for each of the {len(ids)} tokens that "
             f"{_KEY} names, got {rows.dtype} of shape {tuple(rows.shape)}"

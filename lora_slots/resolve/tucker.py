@@ -37,5 +37,8 @@ def fold(module: str, lora_A: Tensor, lora_mid: Tensor, source: str) -> Tensor:
         )
     if lora_A.is_meta or lora_mid.is_meta:
         lora_A, lora_mid = lora_A.to("meta"), lora_mid.to("meta")
-    dtype = torch.promote_types(torch.promote_types(lora_A.dtype, lora_mid.dtype), torch.float32)
+    # 8-bit floats promote to nothing.
+    wide = [tensor if tensor.itemsize > 4 else tensor.float() for tensor in (lora_A, lora_mid)]
+    lora_A, lora_mid = wide
+    dtype = torch.promote_types(lora_A.dtype, lora_mid.dtype)
     return torch.einsum("rm...,mi->ri...", lora_mid.to(dtype), lora_A.flatten(1).to(dtype))

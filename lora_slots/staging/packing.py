@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -68,14 +69,18 @@ def pack(parts: Sequence[Part], spare: list[Tensor]) -> tuple[list[Tensor], list
     for index, part in enumerate(parts):
         groups[part.dtype, part.rows.shape[1]].append(index)
     views: list[Tensor] = [torch.empty(0)] * len(parts)
+    bits: list[NDArray[Any]] = [np.empty(0)] * len(parts)
     blocks = []
     for (dtype, width), indices in groups.items():
         counts = [parts[index].rows.shape[0] for index in indices]
         block = _memory(sum(counts) * width, dtype, spare)
         blocks.append(block)
-        for index, view in zip(indices, torch.split(block.view(-1, width), counts), strict=True):
-            views[index] = view
-    if not _fill(views, parts):
+        whole = block.view(_BITS[dtype.itemsize]).numpy().reshape(-1, width)
+        rows = torch.split(block.view(-1, width), counts)
+        ends = list(itertools.accumulate(counts))
+        for index, view, end in zip(indices, rows, ends, strict=True):
+            views[index], bits[index] = view, whole[end - view.shape[0] : end]
+    if not _fill(views, bits, parts):
         raise NotFiniteError(
             *next(
                 (part, view)
@@ -97,51 +102,60 @@ def _memory(numel: int, dtype: torch.dtype, spare: list[Tensor]) -> Tensor:
     return torch.empty(numel, dtype=dtype, device="cpu")
 
 
-def _fill(views: Sequence[Tensor], parts: Sequence[Part]) -> bool:
+def _fill(views: Sequence[Tensor], bits: Sequence[NDArray[Any]], parts: Sequence[Part]) -> bool:
     """Copy every part into its rows, in as many threads as torch uses where that pays.
+
+    Args:
+        views: Where the rows go.
+        bits: The same memory as integers of the same size.
+        parts: What goes there.
 
     Returns:
         Whether every value is finite after the copy.
     """
     workers = torch.get_num_threads()
-    if workers == 1 or sum(view.nbytes for view in views) < _WORTH_THREADS * len(views):
-        return _fill_some(views, parts)
+    if workers == 1 or sum(each.nbytes for each in bits) < _WORTH_THREADS * len(bits):
+        return _fill_some(views, bits, parts)
     with ThreadPoolExecutor(workers) as pool:
-        shares = [(views[first::workers], parts[first::workers]) for first in range(workers)]
+        shares = [
+            (views[first::workers], bits[first::workers], parts[first::workers])
+            for first in range(workers)
+        ]
         return all(pool.map(lambda share: _fill_some(*share), shares))
 
 
-def _fill_some(views: Sequence[Tensor], parts: Sequence[Part]) -> bool:
+def _fill_some(
+    views: Sequence[Tensor], bits: Sequence[NDArray[Any]], parts: Sequence[Part]
+) -> bool:
     finite = True
     # Autograd's mode is a thread's own.
     with torch.no_grad():
-        for view, part in zip(views, parts, strict=True):
+        for view, own, part in zip(views, bits, parts, strict=True):
             source = part.rows
-            bits = view.view(_BITS[view.itemsize]).numpy()
-            if view.dtype == source.dtype and source.device == view.device:
+            if part.dtype == source.dtype and source.is_cpu:
                 # lora_B is transposed here, once; numpy does it faster than torch, and waits for
                 # no other thread.
-                np.copyto(bits, source.view(_BITS[view.itemsize]).numpy())
+                np.copyto(own, source.view(_BITS[source.itemsize]).numpy())
             else:
                 view.copy_(source)
-            finite = finite and _all_finite(view, bits)
+            finite = finite and _all_finite(part.dtype, own)
     return finite
 
 
-def _all_finite(view: Tensor, bits: NDArray[Any]) -> bool:
-    """Whether ``view`` is finite; ``bits`` is the same memory as integers of the same size.
+def _all_finite(dtype: torch.dtype, bits: NDArray[Any]) -> bool:
+    """Whether numbers of ``dtype``, given as integers of the same size, are all finite.
 
     A number that is not finite has every bit of its exponent set. Where all numbers together have
     not, which one cheap pass tells and which holds for weights below 2, none has.
 
     Source: IEEE 754-2019, section 3.4.
     """
-    if not view.is_floating_point():
+    exponent = _EXPONENT.get(dtype)
+    if exponent is None:
         return True
-    exponent = _EXPONENT[view.dtype]
-    if view.nbytes % 8 == 0:
+    if bits.nbytes % 8 == 0:
         together = int(np.bitwise_or.reduce(bits.reshape(-1).view(np.uint64)))
-        width = 8 * view.itemsize
+        width = 8 * bits.itemsize
         if all((together >> shift) & exponent != exponent for shift in range(0, 64, width)):
             return True
     return not ((bits & exponent) == exponent).any()

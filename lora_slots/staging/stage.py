@@ -82,12 +82,19 @@ def _parts(module: ModuleUpdate, layout: Layout) -> list[Part]:
     slots = layout.targets[module.target].slots
     rows = dict(module.others)
     if module.lora_A is not None and module.lora_B is not None:
-        rows["lora_A"] = module.lora_A.flatten(1)
-        rows["lora_B"] = module.lora_B.flatten(1).t()
+        rows["lora_A"] = _as_matrix(module.lora_A)
+        rows["lora_B"] = _as_matrix(module.lora_B).t()
     return [
-        Part(module.target, name, _buffer(slots, name).dtype, tensor.detach())
+        Part(module.target, name, _buffer(slots, name).dtype, tensor)
         for name, tensor in rows.items()
     ]
+
+
+def _as_matrix(tensor: Tensor) -> Tensor:
+    # Looks before it calls: this is done for hundreds of tensors, which mostly are matrices.
+    if tensor.requires_grad:
+        tensor = tensor.detach()
+    return tensor if tensor.ndim == 2 else tensor.flatten(1)
 
 
 def _dora_parts(
