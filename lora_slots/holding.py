@@ -25,10 +25,11 @@ class HoldLock:
 
     def __init__(self) -> None:
         """Start with nobody inside."""
-        self._lock = threading.Lock()
-        # Waited on, but entered by the lock: an interrupt can end Condition.__enter__ halfway.
-        self._changed = threading.Condition(self._lock)
         self._changes = threading.RLock()
+        # Reentrant, so that a thread that is interrupted can release none but its own; entered by
+        # itself, since an interrupt can end Condition.__enter__ halfway.
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
         self._closed = False
         # Holds by a token of their own, each with its thread.
         self._holds: dict[object, int] = {}
@@ -46,7 +47,7 @@ class HoldLock:
             with self._lock:
                 if self._closed and not self._is_inside(thread):
                     self._waiting[token] = thread
-                    while self._closed and token in self._waiting:
+                    while self._closed and token not in self._holds:
                         self._changed.wait(_POLL)
                 self._holds[token] = thread
                 self._waiting.pop(token, None)

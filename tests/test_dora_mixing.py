@@ -148,21 +148,24 @@ def output(model: nn.Module) -> Tensor:
 
 
 def test_hotswaps_between_dora_and_plain_leave_nothing_behind_in_any_order() -> None:
+    # A hotswap goes to the first free slot: to and fro between two.
     alone, buffers = {}, {}
     for name, make in SOURCES.items():
         model = toy()
-        slots(model).load(make())
-        alone[name] = output(model)
-        buffers[name] = {key: buffer.clone() for key, buffer in slot_buffers(model).items()}
+        manager = slots(model)
+        for slot in range(2):
+            assert manager.load(make()).slot == slot
+            alone[name, slot] = output(model)
+            buffers[name, slot] = {key: b.clone() for key, b in slot_buffers(model).items()}
     model = toy()
     base = output(model)
     manager = slots(model)
     for order in itertools.permutations(SOURCES, 3):
         for name in (*order, order[0]):
-            manager.load(SOURCES[name]())
-            assert torch.equal(output(model), alone[name]), (name, order)
+            slot = manager.load(SOURCES[name]()).slot
+            assert torch.equal(output(model), alone[name, slot]), (name, order)
             for key, buffer in slot_buffers(model).items():
-                assert torch.equal(buffer, buffers[name][key]), (key, name, order)
+                assert torch.equal(buffer, buffers[name, slot][key]), (key, name, order)
     manager.unload("default")
     assert torch.equal(output(model), base)
     for key, buffer in slot_buffers(model).items():
@@ -197,7 +200,9 @@ def test_loads_and_weights_never_compound() -> None:
         assert set(report.scaling.values()) == {2.0}
         buffers.append({name: buffer.clone() for name, buffer in slot_buffers(model).items()})
     for name, buffer in buffers[0].items():
-        assert all(torch.equal(buffer, later[name]) for later in buffers[1:]), name
+        # A hotswap goes to the other slot, and the next one back.
+        assert all(torch.equal(buffer, later[name]) for later in buffers[2::2]), name
+        assert torch.equal(buffers[1][name], buffers[3][name]), name
     for _ in range(10):
         manager.set_weight("default", 0.5)
     expected = toy()(toy_input()) + share(toy(), tensors, 1.0)

@@ -254,28 +254,34 @@ def test_an_interrupted_wait_leaves_the_lock_free(lock, side):
     assert_free(lock)
 
 
-# Where Python closes a generator by itself, it drops the interrupt.
+# Where Python runs a callback of its own, it drops the interrupt.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_interrupts_anywhere_leave_the_lock_free(lock, many_switches):
     dice = random.Random(0)
 
     def hold() -> None:
-        while True:
+        while not over.is_set():
             with lock.hold(), lock.hold():
                 pass
 
     def change() -> None:
-        while True:
+        while not over.is_set():
             with lock.changing():
                 lock.alone(lambda: None)
 
+    interrupted = 0
     for _ in range(100):
+        over = threading.Event()
         tasks = [Task(hold), Task(hold), Task(change), Task(change)]
         time.sleep(dice.random() * 0.003)
         for task in tasks:
-            assert task.interrupt()
+            task.interrupt()
+        over.set()
         for task in tasks:
-            with pytest.raises(KeyboardInterrupt):
+            try:
                 task.result()
+            except (KeyboardInterrupt, RuntimeError):  # the latter where Condition.wait breaks off
+                interrupted += 1
         del task, tasks
         assert_free(lock)
+    assert interrupted > 200

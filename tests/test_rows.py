@@ -61,3 +61,13 @@ def test_active_slots_go_to_the_lowest_rows():
 
 def test_what_does_not_fit_has_no_place():
     assert place({0: 16, 1: 17}, {}, total=32) is None
+
+
+def test_rows_that_are_given_up_are_left_alone_where_there_is_room_beside_them():
+    assert place({1: 8}, {}, total=32, given_up={0: range(8)}) == {1: 8}
+    assert place({1: 8, 2: 8}, {2: 8}, total=32, given_up={0: range(8)}) == {1: 16, 2: 8}
+
+
+def test_rows_that_are_given_up_are_taken_where_there_is_no_room_beside_them():
+    assert place({1: 8}, {}, total=32, active={1}, limit=8, given_up={0: range(8)}) == {1: 0}
+    assert place({1: 16}, {}, total=20, given_up={0: range(8)}) == {1: 0}

@@ -19,11 +19,13 @@ class Task:
         self._error: BaseException | None = None
         self._lock = threading.Lock()
         self._over = False
+        self._begun = threading.Event()
         self.thread = threading.Thread(target=self._run, daemon=True)
         self.thread.start()
 
     def _run(self) -> None:
         try:
+            self._begun.set()
             self._value = self._function()
             with self._lock:
                 self._over = True
@@ -42,6 +44,7 @@ class Task:
 
     def interrupt(self, error: type[BaseException] = KeyboardInterrupt) -> bool:
         """Let ``error`` be raised wherever the thread is; False: it was over already."""
+        assert self._begun.wait(LIMIT)
         with self._lock:
             if self._over:
                 return False

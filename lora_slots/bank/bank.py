@@ -138,7 +138,7 @@ class Bank:
         return self.state.held[slot]
 
     def take_spare(self) -> tuple[Tensor, ...]:
-        """Host memory of the adapter that was overwritten last, which nothing refers to now."""
+        """Host memory of the adapter that was replaced last, which nothing refers to now."""
         spare, self._spare = self._spare, ()
         return spare
 

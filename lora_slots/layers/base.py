@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self, cast
 
 import torch
 from torch import Tensor, nn
@@ -205,10 +205,13 @@ class LoraSlots(SlotLayer):
             How many it saw before; None: all.
         """
         before = self.lora_A.shape[0] if self._whole else None
-        self._buffers.update(self._whole)
-        self._whole = {}
-        if rows is not None and "lora_A" in self._buffers:
-            self._whole = {name: self.get_buffer(name) for name in BY_RANK if self._has(name)}
+        if rows is None or not self._has("lora_A"):
+            self._buffers.update(self._whole)
+            self._whole = {}
+        else:
+            names = (name for name in BY_RANK if self._has(name))
+            # Set before any is shortened: another thread may ask for whole ones meanwhile.
+            self._whole = {name: cast("Tensor", self.whole(name)) for name in names}
             for name, whole in self._whole.items():
                 self._buffers[name] = whole.narrow(BY_RANK[name], 0, rows)
         self.low_rank = self._has("lora_A") and self.lora_A.shape[0] > 0
@@ -221,7 +224,8 @@ class LoraSlots(SlotLayer):
 
     def whole(self, name: str) -> Tensor | None:
         """All rows of a buffer, however many of them ``forward`` sees."""
-        return self._whole.get(name, self._buffers.get(name))
+        seen = self._buffers.get(name)
+        return self._whole.get(name, seen)
 
     def _has(self, name: str) -> bool:
         return self._buffers.get(name) is not None
