@@ -120,9 +120,9 @@ def _written(
     with torch.inference_mode(False):
         tensor = torch.empty(new.shape, dtype=torch.float32, device=device)
         tensor.copy_(new)
-    if len(table) > 1:
+    if len(table) > 1 and expand is None:
         import torch._dynamo as dynamo  # takes seconds to import
 
         # One graph for any number of rows, where the batch is dynamic as well.
-        dynamo.maybe_mark_dynamic(tensor, 1 if expand == "tile" else 0)
+        dynamo.maybe_mark_dynamic(tensor, 0)
     return tensor

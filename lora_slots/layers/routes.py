@@ -87,16 +87,18 @@ def along(table: Tensor, ndim: int) -> Tensor:
 
 def _spread(slots: LoraSlots, table: Tensor, count: int) -> Tensor:
     """One row of ``table`` for each of ``count``; never broadcast."""
-    if table.ndim == 3:
-        outer, inner, _ = table.shape
-        times = count // (outer * inner)
-        sizes = (-1, times, -1) if inner == 1 else (times, -1, -1)
-        rows = table.expand(sizes).flatten(0, 1)
-    else:
-        rows = table
-    if rows.shape[0] != count:
+    if table.ndim == 2:
+        if table.shape[0] != count:
+            _refuse(slots, "another leading dimension", table, count)
+        return table
+    interleaved = table.shape[1] == 1
+    own = table[:, 0] if interleaved else table[0]
+    rows = own.shape[0]
+    if count % rows != 0:
         _refuse(slots, "another leading dimension", table, count)
-    return rows
+    # Chosen by index, since Dynamo takes minutes to reason about quotients of dynamic sizes.
+    numbers = torch.arange(count, device=table.device)
+    return own.index_select(0, numbers * rows // count if interleaved else numbers % rows)
 
 
 def _refuse(slots: LoraSlots, what: str, table: Tensor | None = None, count: int = 0) -> None:
