@@ -284,6 +284,7 @@ class Bank:
             or new.shown != old.shown
             or not np.array_equal(new.tables.scaling, old.tables.scaling)
             or not np.array_equal(new.tables.weights, old.tables.weights)
+            or new.routes is not old.routes
         )
         return _Work(changed, unused, early, late, is_seen)
 

@@ -25,6 +25,8 @@ _EXPONENT = {
 }
 # Below this many bytes a tensor, starting threads costs more than they save.
 _WORTH_THREADS = 100_000
+# From this many rows on, transposing 16-bit numbers by fours is faster than one by one.
+_WORTH_WIDE = 32
 
 
 @dataclass(frozen=True, eq=False)
@@ -133,13 +135,26 @@ def _fill_some(
         for view, own, part in zip(views, bits, parts, strict=True):
             source = part.rows
             if part.dtype == source.dtype and source.is_cpu:
-                # lora_B is transposed here, once; numpy does it faster than torch, and waits for
-                # no other thread.
-                np.copyto(own, source.view(_BITS[source.itemsize]).numpy())
+                # numpy copies faster than torch, and waits for no other thread.
+                _copy_rows(own, source.view(_BITS[source.itemsize]).numpy())
             else:
                 view.copy_(source)
             finite = finite and _all_finite(part.dtype, own)
     return finite
+
+
+def _copy_rows(own: NDArray[Any], source: NDArray[Any]) -> None:
+    """``own[:] = source``. ``lora_B`` is transposed here, once.
+
+    Of many 16-bit numbers, four are moved at a time, which takes two thirds of the time.
+    """
+    rows, width = own.shape
+    wide = own.itemsize == 2 and rows >= _WORTH_WIDE and rows % 4 == 0
+    if not (wide and source.T.flags.c_contiguous):
+        np.copyto(own, source)
+        return
+    fours = np.ascontiguousarray(source.T.view(np.int64).T).view(np.int16)
+    np.copyto(own.reshape(-1, 4, width), fours.reshape(-1, width, 4).transpose(0, 2, 1))
 
 
 def _all_finite(dtype: torch.dtype, bits: NDArray[Any]) -> bool:
