@@ -142,8 +142,6 @@ def bench_switch(shape: Shape, root: Path, rounds: int) -> Iterator[Figure]:
 
 def bench_forward(shape: Shape, root: Path, rounds: int) -> Iterator[Figure]:
     """One token through compiled blocks whose slots have 128 rows, for several ranks in use."""
-    # All contenders run the same `Block.forward`, and Dynamo counts graphs by function.
-    torch._dynamo.config.recompile_limit = 64
     weights = base_weights(shape)
     x = torch.randn(1, shape.hidden, dtype=shape.dtype, device=DEVICE)
     ranks = (8, 32, 128)
@@ -200,8 +198,6 @@ def bench_route(shape: Shape, root: Path, rounds: int) -> Iterator[Figure]:
         if name != names[0]:
             theirs.load_adapter(str(path), name, torch_device=DEVICE.type)
 
-    # A graph for each adapter, and for each list of names.
-    torch._dynamo.config.recompile_limit = 64
     ours = torch.compile(model)
     mixed, single = torch.compile(theirs), torch.compile(theirs)
 
@@ -338,7 +334,9 @@ def calls(models: dict[str, Callable[[Tensor], Tensor]], x: Tensor) -> dict:
 
 def copying(manager: SlotManager) -> Callable[[], object]:
     """Copy as many bytes as the adapter in the manager's first slot has, block by block."""
-    blocks = manager._bank.held(0).blocks
+    bank = manager._bank
+    held = (bank.held(slot) for slot in range(bank.num_slots))
+    blocks = next(staged for staged in held if staged is not None).blocks
     targets = [torch.empty_like(block, device=DEVICE) for block in blocks]
     return lambda: [target.copy_(b) for target, b in zip(targets, blocks, strict=True)]
 
@@ -412,9 +410,13 @@ def main() -> None:
         if "switch" in parts:
             figures += bench_switch(large, root, options.rounds)
         if "forward" in parts:
-            figures += bench_forward(small, root, 4 * options.rounds)
+            # All contenders run the same `Block.forward`; Dynamo counts graphs by function.
+            with torch._dynamo.config.patch(recompile_limit=64):
+                figures += bench_forward(small, root, 4 * options.rounds)
         if "route" in parts:
-            figures += bench_route(ROUTE, root, 2 * options.rounds)
+            # A graph for each adapter, and for each list of names.
+            with torch._dynamo.config.patch(recompile_limit=64):
+                figures += bench_route(ROUTE, root, 2 * options.rounds)
         if "startup" in parts:
             figures += bench_startup(large, root)
         if "memory" in parts:

@@ -110,8 +110,10 @@ def test_the_repr_shows_the_slots(model):
     assert repr(model.model.layers[0].q_proj) == (
         "SlotLinear(\n"
         "  in_features=8, out_features=6, bias=True\n"
-        "  (lora_slots): LinearSlots(lora_A=[8, 8] float16, lora_B=[8, 6] float16, "
-        "scaling=[1, 8] float32)\n"
+        "  (lora_slots): LinearSlots(\n"
+        "    lora_A=[8, 8] float16, lora_B=[8, 6] float16, scaling=[1, 8] float32\n"
+        "    (routes): None\n"
+        "  )\n"
         ")"
     )
 
