@@ -110,7 +110,7 @@ def _stat(path: str) -> Hashable:
         stat = os.stat(path)
     except OSError:
         return None
-    return path, stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns
+    return path, stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns
 
 
 def base_state(staged: StagedAdapter, report: LoadReport, layout: Layout) -> Hashable:
