@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import operator
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -112,7 +113,7 @@ class Bank:
         self._granule = max_rank if buckets is None else min(_GRANULE, max_rank)
         self._lock = lock
         self._layers: list[SlotLayer] = [target.slots for target in layout]
-        self._spare: tuple[Tensor, ...] = ()
+        self._spare: list[tuple[Tensor, ...]] = []
         self._known_views: dict[tuple[int, str], _KnownViews] = {}
         # Tables by the weights they are for, since users go back and forth between a few mixes.
         self._recent: dict[object, BankState] = {}
@@ -128,7 +129,7 @@ class Bank:
     def __getstate__(self) -> dict[str, object]:
         """Copies and pickles have buffers of their own."""
         return vars(self) | {
-            "_spare": (),
+            "_spare": [],
             "_known_views": {},
             "_generations": [-1] * self.num_slots,
         }
@@ -139,8 +140,10 @@ class Bank:
 
     def take_spare(self) -> tuple[Tensor, ...]:
         """Host memory of the adapter that was replaced last, which nothing refers to now."""
-        spare, self._spare = self._spare, ()
-        return spare
+        try:
+            return self._spare.pop()  # in one step: loads stage in any thread
+        except IndexError:
+            return ()
 
     @property
     def routing(self) -> bool:
@@ -166,7 +169,7 @@ class Bank:
         self._recent.clear()
         self._enter(self._planned(tuple(held), roster))
         replaced = (own.blocks for own in before if own is not None and own not in held)
-        self._spare = () if staged is None else next(replaced, ())
+        self._spare = [] if staged is None else list(itertools.islice(replaced, 1))
 
     def set_weights(self, roster: Roster) -> None:
         """Set which slots contribute, and how much.
