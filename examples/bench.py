@@ -79,9 +79,9 @@ def bench_swap(shape: Shape, root: Path, rounds: int) -> Iterator[Figure]:
         hotswap = alternating(
             lambda path: hotswap_adapter(theirs, path, "default", torch_device=DEVICE.type), pair
         )
-        load = alternating(lambda path: disk.load(path), pair)
+        load = alternating(disk.load, pair)
         yield interleaved(f"load from disk, rank {rank}", {OURS: load, HOTSWAP: hotswap}, rounds)
-        again = alternating(lambda path: cache.load(path), pair)
+        again = alternating(cache.load, pair)
         runs = {OURS: again, HOTSWAP: hotswap, COPY: copying(cache)}
         yield interleaved(f"load from the cache, rank {rank}", runs, rounds)
 
@@ -99,7 +99,7 @@ def bench_curve(shape: Shape, root: Path, rounds: int) -> Iterator[Figure]:
             pair = [write_adapter(root / f"c{rank}-{n}", shape, rank, rank + n) for n in range(2)]
             for path in pair:
                 manager.load(path)
-            load = alternating(lambda path: manager.load(path), pair)  # noqa: B023
+            load = alternating(manager.load, pair)
             what = f"cached load, rank {rank} of max_rank {max_rank}, {num_slots} slots"
             yield interleaved(what, {OURS: load, COPY: copying(manager)}, rounds)
 
@@ -315,8 +315,8 @@ def bench_own(paths: list[Path], rounds: int) -> Iterator[Figure]:
     for path in paths:
         cached.load(path)
     runs: dict[str, Callable[[], object]] = {
-        OURS: alternating(lambda path: manager.load(path), paths),
-        "lora_slots, cached": alternating(lambda path: cached.load(path), paths),
+        OURS: alternating(manager.load, paths),
+        "lora_slots, cached": alternating(cached.load, paths),
     }
     yield interleaved(f"load of {len(paths)} adapters in turn", runs, rounds)
 

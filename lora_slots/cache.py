@@ -29,7 +29,7 @@ class Cached:
 
     Attributes:
         staged: The adapter.
-        report: The report of that load.
+        report: What a load from the cache reports.
         base: The state of the base weights that it was computed from.
     """
 

@@ -32,20 +32,16 @@ class Prepared:
     Attributes:
         staged: What to write.
         started: When the load began, by `time.perf_counter`.
-        cached: Whether the file was not read again.
     """
 
     staged: StagedAdapter
     started: float
-    cached: bool
     _report: LoadReport
 
     def report(self, adapter_name: str, slot: int) -> LoadReport:
         """The report of a load that ends now."""
         seconds = time.perf_counter() - self.started
-        return replace(
-            self._report, adapter_name=adapter_name, slot=slot, seconds=seconds, cached=self.cached
-        )
+        return replace(self._report, adapter_name=adapter_name, slot=slot, seconds=seconds)
 
 
 class Loader:
@@ -87,7 +83,7 @@ class Loader:
         key = self._key(source, strict, rank)
         known = self.cache.get(key, self._layout)
         if known is not None:
-            return Prepared(known.staged, started, True, known.report)
+            return Prepared(known.staged, started, known.report)
         raw = source if isinstance(source, RawAdapter) else read_adapter(source)
         adapter = resolve(raw, self._layout, strict=strict)
         self._warn_of_other_base(adapter)
@@ -99,8 +95,8 @@ class Loader:
         report = _report(adapter, staged)
         if key is not None and key == self._key(source, strict, rank):
             base = base_state(staged, report, self._layout)
-            self.cache.put(key, Cached(staged, report, base))
-        return Prepared(staged, started, False, report)
+            self.cache.put(key, Cached(staged, replace(report, cached=True), base))
+        return Prepared(staged, started, report)
 
     def _key(self, source: Source | RawAdapter, strict: bool, rank: int | None) -> object:
         file = identity(source) if self.cache.limit else None

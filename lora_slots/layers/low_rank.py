@@ -7,15 +7,13 @@ mixture, which lie in one parameter of three dimensions.
 
 from __future__ import annotations
 
-from functools import partial
-
 import torch
 from torch import Tensor, nn
 
 from lora_slots.layers import watch
 from lora_slots.layers.base import LayerKind, LoraSlots, SlotSizes
 from lora_slots.layers.linear import add_product, factors
-from lora_slots.layers.parameter import has_parameter, own_parameter
+from lora_slots.layers.parameter import has_parameter, own_parameter, parameter_kind
 
 
 class MatrixSlots(LoraSlots):
@@ -83,13 +81,7 @@ class TransposedExpertSlots(ExpertSlots):
 
 def low_rank_kind(parameter: str) -> LayerKind:
     """How a module takes low-rank updates of its own parameter of this name."""
-    return LayerKind(
-        name="parameter",
-        matches=partial(takes_low_rank, name=parameter),
-        shape=partial(_shape, name=parameter),
-        make=partial(_make, name=parameter),
-        weight=partial(own_parameter, name=parameter),
-    )
+    return parameter_kind(parameter, takes_low_rank, _shape, _make)
 
 
 def takes_low_rank(module: nn.Module, name: str) -> bool:

@@ -7,7 +7,7 @@ class answers for the attribute with the parameter plus what the active adapters
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 
@@ -57,11 +57,21 @@ class FullSlots(SlotLayer):
 
 def full_kind(parameter: str) -> LayerKind:
     """How any module takes another tensor in the place of its own parameter of this name."""
+    return parameter_kind(parameter, has_parameter, _full_shape, _full_slots)
+
+
+def parameter_kind(
+    parameter: str,
+    matches: Callable[..., bool],
+    shape: Callable[..., tuple[tuple[int, ...], int]],
+    make: Callable[..., SlotLayer],
+) -> LayerKind:
+    """A kind whose functions take the name of the parameter as ``name`` beside the module."""
     return LayerKind(
         name="parameter",
-        matches=partial(has_parameter, name=parameter),
-        shape=partial(_full_shape, name=parameter),
-        make=partial(_full_slots, name=parameter),
+        matches=partial(matches, name=parameter),
+        shape=partial(shape, name=parameter),
+        make=partial(make, name=parameter),
         weight=partial(own_parameter, name=parameter),
     )
 
