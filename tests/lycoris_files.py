@@ -11,7 +11,7 @@ from peft import PeftConfig, PeftModel, get_peft_model
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 
-from lora_slots import RawAdapter, read_adapter
+from lora_slots import RawAdapter, SlotManager, read_adapter
 from lora_slots.resolve.pairing import pair_up, settle_scaling
 from lora_slots.resolve.settings import LoraSettings
 
@@ -118,3 +118,15 @@ def for_modules(
     if alpha is not None:
         tensors |= {f"{prefix}{module}.alpha": torch.tensor(float(alpha)) for module in parts}
     return tensors
+
+
+def assert_convolutions_are_pefts(path: Path, config: PeftConfig, *, max_rank: int) -> None:
+    """Save an adapter with PEFT and load it: outputs, scalings and what an unload leaves."""
+    adapted = write_peft(path, convolutions(), config)
+    model = convolutions()
+    manager = SlotManager(model, max_rank=max_rank, target_modules=["0", "1", "2"])
+    report = manager.load(path)
+    assert report.scaling == {"0": 1.5, "1": 3.0, "2": 2.5}
+    torch.testing.assert_close(model(image()), adapted(image()), rtol=1e-5, atol=1e-5)
+    manager.unload("default")
+    assert torch.equal(model(image()), convolutions()(image()))

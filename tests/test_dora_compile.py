@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from changes import weights_mixes_and_unloads
 from dora_files import dora_adapter, write_dora
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -48,21 +49,7 @@ def every_change(manager: SlotManager) -> Iterator[str]:
     ):  # fmt: skip
         manager.load(source)
         yield f"load {seed}"
-    for weight in (0.0, 0.5, 1.0, -1.5):
-        manager.set_weight("default", weight)
-        yield f"weight {weight}"
-    manager.load(dora_adapter(3, seed=9), "other", activate=False)
-    yield "a second adapter, inactive"
-    for weights in ([1.0, 1.0], [0.25, -2.0], [0.0, 1.0]):
-        manager.set_adapters(["default", "other"], weights)
-        yield f"a mix of {weights}"
-    manager.disable_adapters()
-    yield "disabled"
-    manager.enable_adapters()
-    yield "enabled"
-    for name in ("default", "other"):
-        manager.unload(name)
-        yield f"{name} unloaded"
+    yield from weights_mixes_and_unloads(manager, dora_adapter(3, seed=9))
 
 
 def slots(model: nn.Module) -> SlotManager:

@@ -10,12 +10,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from lycoris_files import (
-    convolutions,
+    assert_convolutions_are_pefts,
     delta_of,
     deltas_by_peft,
     deltas_of,
     for_modules,
-    image,
     lokr,
     write_peft,
 )
@@ -144,14 +143,7 @@ def test_convolutions_give_pefts_output(tmp_path: Path, effective: bool) -> None
         r=2, alpha=3, target_modules=["0", "1", "2"], init_weights=False,
         use_effective_conv2d=effective, rank_pattern={"1": 1}, alpha_pattern={"2": 5},
     )  # fmt: skip
-    adapted = write_peft(tmp_path, convolutions(), config)
-    model = convolutions()
-    manager = SlotManager(model, max_rank=16, target_modules=["0", "1", "2"])
-    report = manager.load(tmp_path)
-    assert report.scaling == {"0": 1.5, "1": 3.0, "2": 2.5}
-    torch.testing.assert_close(model(image()), adapted(image()), rtol=1e-5, atol=1e-5)
-    manager.unload("default")
-    assert torch.equal(model(image()), convolutions()(image()))
+    assert_convolutions_are_pefts(tmp_path, config, max_rank=16)
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
+from changes import weights_mixes_and_unloads
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -34,21 +35,7 @@ def every_change(manager: SlotManager) -> Iterator[str]:
     for modules in (Q_ONLY, V_ONLY, TOY_MODULES):
         manager.load(toy_adapter(2, modules=modules, seed=len(modules)))
         yield f"only {modules}"
-    for weight in (0.0, 0.5, 1.0, -1.5):
-        manager.set_weight("default", weight)
-        yield f"weight {weight}"
-    manager.load(toy_adapter(3, seed=9), "other", activate=False)
-    yield "a second adapter, inactive"
-    for weights in ([1.0, 1.0], [0.25, -2.0], [0.0, 1.0]):
-        manager.set_adapters(["default", "other"], weights)
-        yield f"a mix of {weights}"
-    manager.disable_adapters()
-    yield "disabled"
-    manager.enable_adapters()
-    yield "enabled"
-    for name in ("default", "other"):
-        manager.unload(name)
-        yield f"{name} unloaded"
+    yield from weights_mixes_and_unloads(manager, toy_adapter(3, seed=9))
     manager.load(toy_adapter(5, seed=11), "late")
     yield "one more load"
 
