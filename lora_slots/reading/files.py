@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import json
+import math
 import mmap
+import operator
 import os
 import pickle
 from collections.abc import Mapping
-from typing import Any, BinaryIO
+from dataclasses import dataclass
+from typing import Any, BinaryIO, NamedTuple
 
 import safetensors
 import torch
@@ -52,59 +56,97 @@ def read_weights(
             )
         return _read_pickle(path), {}
     try:
-        with safetensors.safe_open(path, framework="pt") as file:
-            metadata = file.metadata() or {}
-            return (_describe if header_only else _map)(path, file), metadata
-    except (safetensors.SafetensorError, OSError, RuntimeError) as error:
+        with open(path, "rb") as stream:
+            index = _index_of(path, stream)
+            tensors = _describe(path, index) if header_only else _map(stream, index)
+    except (safetensors.SafetensorError, OSError, RuntimeError, ValueError) as error:
         raise AdapterFileError(_diagnose(path, error)) from error
+    return tensors, dict(index.metadata)
 
 
-def _map(path: str, file: Any) -> dict[str, Tensor]:
+class _Entry(NamedTuple):
+    """A tensor in a file: its bytes are ``start : stop`` of the data."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True)
+class _Index:
+    """What the header of a file says, and where its data begin."""
+
+    entries: tuple[_Entry, ...]
+    metadata: Mapping[str, str]
+    start_of_data: int
+
+
+# Files of one training set-up differ in their data alone. What safetensors makes of a file follows
+# from its header and its size.
+_known_indices: dict[tuple[bytes, int], _Index] = {}
+_MOST_KNOWN = 64
+
+
+def _index_of(path: str, stream: BinaryIO) -> _Index:
+    """The index of an open file, which safetensors has checked: all of its data are there.
+
+    Raises:
+        safetensors.SafetensorError: It is damaged.
+    """
+    size = os.fstat(stream.fileno()).st_size
+    length = stream.read(8)
+    header = stream.read(min(int.from_bytes(length, "little"), size))
+    index = _known_indices.get((header, size))
+    if index is None:
+        with safetensors.safe_open(path, framework="pt") as file:
+            index = _read_index(header, file)
+        if not os.path.samestat(os.fstat(stream.fileno()), os.stat(path)):
+            raise OSError(f"{path} was replaced while it was read")
+        if len(_known_indices) >= _MOST_KNOWN:
+            _known_indices.clear()
+        _known_indices[header, size] = index
+    return index
+
+
+def _read_index(header: bytes, file: Any) -> _Index:
+    content: dict[str, Any] = json.loads(header)
+    content.pop("__metadata__", None)
+    # The dtype that each of the header's words for one stands for.
+    one_each = {entry["dtype"]: name for name, entry in content.items()}
+    dtypes = {kind: _dtype(file.get_slice(name)) for kind, name in one_each.items()}
+    entries = []
+    for name, entry in content.items():
+        shape = tuple(entry["shape"])
+        strides = tuple(itertools.accumulate(shape[:0:-1], operator.mul, initial=1))[::-1]
+        entries.append(
+            _Entry(
+                name, dtypes[entry["dtype"]], shape, strides[: len(shape)], *entry["data_offsets"]
+            )
+        )
+    return _Index(tuple(entries), file.metadata() or {}, 8 + len(header))
+
+
+def _map(stream: BinaryIO, index: _Index) -> dict[str, Tensor]:
     """Map the file once and cut it into its tensors.
 
-    Opening it has checked the header and that all of it is there. This is several times faster than
-    asking safetensors for one tensor after the other.
+    This is several times faster than asking safetensors for one tensor after the other.
     """
-    with open(path, "rb") as stream:
-        header = _header(stream)
-        start_of_data = stream.tell()
-        # Private, so that nothing could ever write into the file.
-        mapped = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_COPY)
-    content = torch.frombuffer(mapped, dtype=torch.uint8)[start_of_data:]
-    dtypes = _dtypes(header, file)
-    whole = {kind: _typed(content, dtype) for kind, dtype in dtypes.items()}
+    # Private, so that nothing could ever write into the file.
+    mapped = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_COPY)
+    content = torch.frombuffer(mapped, dtype=torch.uint8)[index.start_of_data :]
+    whole = {dtype: _typed(content, dtype) for dtype in {entry.dtype for entry in index.entries}}
     tensors = {}
-    for name, entry in header.items():
-        shape, (start, stop), kind = entry["shape"], entry["data_offsets"], entry["dtype"]
-        base, itemsize = whole[kind], dtypes[kind].itemsize
+    for name, dtype, shape, strides, start, stop in index.entries:
+        base, itemsize = whole[dtype], dtype.itemsize
         if start % itemsize:
-            tensors[name] = _typed(content[start:stop], dtypes[kind]).view(shape)
+            tensors[name] = _typed(content[start:stop], dtype).view(shape)
         else:
             offset = base.storage_offset() + start // itemsize
-            tensors[name] = base.as_strided(shape, _strides(shape), offset)
+            tensors[name] = base.as_strided(shape, strides, offset)
     return tensors
-
-
-def _header(stream: BinaryIO) -> dict[str, Any]:
-    """The shape, dtype and place of every tensor; leaves the stream where the data begin."""
-    size = int.from_bytes(stream.read(8), "little")
-    header: dict[str, Any] = json.loads(stream.read(size))
-    header.pop("__metadata__", None)
-    return header
-
-
-def _dtypes(header: Mapping[str, Any], file: Any) -> dict[str, torch.dtype]:
-    """The dtype that each of the header's words for one stands for."""
-    one_each = {entry["dtype"]: name for name, entry in header.items()}
-    return {kind: _dtype(file.get_slice(name)) for kind, name in one_each.items()}
-
-
-def _strides(shape: list[int]) -> list[int]:
-    strides, step = [], 1
-    for size in reversed(shape):
-        strides.append(step)
-        step *= size
-    return strides[::-1]
 
 
 def _typed(content: Tensor, dtype: torch.dtype) -> Tensor:
@@ -120,17 +162,14 @@ def _dtype(view: Any) -> torch.dtype:
     return dtype
 
 
-def _describe(path: str, file: Any) -> dict[str, Tensor]:
+def _describe(path: str, index: _Index) -> dict[str, Tensor]:
     """Every tensor of more than one element on ``meta``, the others whole."""
-    with open(path, "rb") as stream:
-        header = _header(stream)
-    dtypes = _dtypes(header, file)
-    return {
-        name: file.get_tensor(name)
-        if torch.Size(entry["shape"]).numel() <= 1
-        else _on_meta(dtypes[entry["dtype"]], *entry["shape"])
-        for name, entry in header.items()
-    }
+    small = {entry.name for entry in index.entries if math.prod(entry.shape) <= 1}
+    tensors = {entry.name: _on_meta(entry.dtype, *entry.shape) for entry in index.entries}
+    if small:
+        with safetensors.safe_open(path, framework="pt") as file:
+            tensors |= {name: file.get_tensor(name) for name in small}
+    return tensors
 
 
 # The same few shapes come back in every adapter of a base model.

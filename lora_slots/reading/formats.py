@@ -6,6 +6,7 @@ apart; so a family is known by how it looks, and needs no reader of its own beyo
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -108,7 +109,7 @@ def check_keys(raw: RawAdapter) -> None:
         AdapterFileError: There are no LoRA tensors at all.
         UnsupportedAdapterError: The names are those of another algorithm.
     """
-    foreign = _foreign(raw)
+    foreign = _foreign(tuple(raw.tensors))
     if foreign is not None:
         algorithm, key = foreign
         raise UnsupportedAdapterError(
@@ -120,16 +121,20 @@ def check_keys(raw: RawAdapter) -> None:
         raise AdapterFileError(f"{raw.source} holds no LoRA tensors; its keys are {keys}")
 
 
-def _foreign(raw: RawAdapter) -> tuple[str, str] | None:
+# The same names come back in every adapter of a base model.
+@functools.lru_cache(maxsize=64)
+def _foreign(keys: tuple[str, ...]) -> tuple[str, str] | None:
     """An algorithm that is not applied here, and the key that tells, if there is one."""
-    keys = _joined(raw.tensors)
-    found = _FOREIGN_PIECE.search(keys)
+    lines = _joined(keys)
+    found = _FOREIGN_PIECE.search(lines)
     if found is not None:
-        start = keys.rfind("\n", 0, found.start(1)) + 1
-        return FOREIGN[found[1]], keys[start:].partition("\n")[0]
+        start = lines.rfind("\n", 0, found.start(1)) + 1
+        return FOREIGN[found[1]], lines[start:].partition("\n")[0]
     # LyCORIS's GLoRA has two pairs, whose names alone could be those of layers.
-    halves = (key for key in raw.tensors if key.endswith(".a1.weight"))
-    glora = next(
-        (k for k in halves if f"{k.removesuffix('a1.weight')}b1.weight" in raw.tensors), ""
-    )
+    halves = {key for key in keys if key.endswith((".a1.weight", ".b1.weight"))}
+    glora = next((k for k in keys if k in halves and _other_half(k) in halves), "")
     return ("GLoRA", glora) if glora else None
+
+
+def _other_half(key: str) -> str:
+    return f"{key.removesuffix('a1.weight')}b1.weight"
