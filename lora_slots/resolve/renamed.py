@@ -68,7 +68,7 @@ def with_fused_experts(raw: RawAdapter, layout: Layout) -> RawAdapter:
     if layout.components != ("",):
         return raw
     model = layout.part("")
-    old = [match[0] for key in raw.tensors if (match := _EXPERT.match(key)) is not None]
+    old = [match[0] for key in raw.tensors if ".experts." in key and (match := _EXPERT.match(key))]
     if not old or raw.config is None or layout.has_module(spellings(old[0])[-1]):
         return raw
     try:

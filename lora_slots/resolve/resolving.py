@@ -180,7 +180,7 @@ def update_of(index: int, target: Target, pair: Pair, scaling: float) -> ModuleU
     if pair.lora_bias is not None:
         # In float64, so that the buffer's float32 is the only rounding.
         others["lora_bias"] = scaling * pair.lora_bias.detach().double().flatten()[None]
-    if getattr(target.module, "groups", 1) > 1:
+    if vars(target.module).get("groups", 1) > 1:
         pair = pair.expanded()
     A, B = unflatten(pair.lora_A, pair.outer, target.in_shape), pair.lora_B
     if pair.outer is None:

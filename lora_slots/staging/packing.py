@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import itertools
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -23,14 +22,15 @@ _EXPONENT = {
     torch.float32: 0x7F800000,
     torch.float64: 0x7FF0000000000000,
 }
-# Below this many bytes a tensor, starting threads costs more than they save.
-_WORTH_THREADS = 100_000
+# Below this many bytes, starting threads costs more than they save.
+_WORTH_THREADS = 10_000_000
+# Bytes that are looked at together, and are still in the cache by then.
+_RUN = 512 * 1024
 # From this many rows on, transposing 16-bit numbers by fours is faster than one by one.
 _WORTH_WIDE = 32
 
 
-@dataclass(frozen=True, eq=False)
-class Part:
+class Part(NamedTuple):
     """Rows on their way into a buffer.
 
     Attributes:
@@ -71,18 +71,18 @@ def pack(parts: Sequence[Part], spare: list[Tensor]) -> tuple[list[Tensor], list
     for index, part in enumerate(parts):
         groups[part.dtype, part.rows.shape[1]].append(index)
     views: list[Tensor] = [torch.empty(0)] * len(parts)
-    bits: list[NDArray[Any]] = [np.empty(0)] * len(parts)
     blocks = []
+    runs: list[_Run] = []
     for (dtype, width), indices in groups.items():
-        counts = [parts[index].rows.shape[0] for index in indices]
+        own = [parts[index] for index in indices]
+        counts = [part.rows.shape[0] for part in own]
         block = _memory(sum(counts) * width, dtype, spare)
         blocks.append(block)
-        whole = block.view(_BITS[dtype.itemsize]).numpy().reshape(-1, width)
-        rows = torch.split(block.view(-1, width), counts)
-        ends = list(itertools.accumulate(counts))
-        for index, view, end in zip(indices, rows, ends, strict=True):
-            views[index], bits[index] = view, whole[end - view.shape[0] : end]
-    if not _fill(views, bits, parts):
+        rows = block.view(-1, width)
+        for index, view in zip(indices, torch.split(rows, counts), strict=True):
+            views[index] = view
+        runs += _runs(own, rows)
+    if not _fill(runs):
         raise NotFiniteError(
             *next(
                 (part, view)
@@ -91,6 +91,29 @@ def pack(parts: Sequence[Part], spare: list[Tensor]) -> tuple[list[Tensor], list
             )
         )
     return views, blocks
+
+
+@dataclass(frozen=True, eq=False)
+class _Run:
+    """Parts that lie one below the other, ``rows [rows, width]`` all together."""
+
+    parts: Sequence[Part]
+    rows: Tensor
+
+
+def _runs(parts: Sequence[Part], rows: Tensor) -> Iterator[_Run]:
+    """Cut the parts of one block into runs of some size, as far as whole parts make that."""
+    some: list[Part] = []
+    start = stop = 0
+    least = -(-_RUN // (rows.shape[1] * rows.itemsize))
+    for part in parts:
+        some.append(part)
+        stop += part.rows.shape[0]
+        if stop - start >= least:
+            yield _Run(some, rows[start:stop])
+            some, start = [], stop
+    if some:
+        yield _Run(some, rows[start:stop])
 
 
 def _memory(numel: int, dtype: torch.dtype, spare: list[Tensor]) -> Tensor:
@@ -104,43 +127,34 @@ def _memory(numel: int, dtype: torch.dtype, spare: list[Tensor]) -> Tensor:
     return torch.empty(numel, dtype=dtype, device="cpu")
 
 
-def _fill(views: Sequence[Tensor], bits: Sequence[NDArray[Any]], parts: Sequence[Part]) -> bool:
-    """Copy every part into its rows, in as many threads as torch uses where that pays.
-
-    Args:
-        views: Where the rows go.
-        bits: The same memory as integers of the same size.
-        parts: What goes there.
+def _fill(runs: Sequence[_Run]) -> bool:
+    """Copy all parts into their rows, in as many threads as torch uses where that pays.
 
     Returns:
         Whether every value is finite after the copy.
     """
-    workers = torch.get_num_threads()
-    if workers == 1 or sum(each.nbytes for each in bits) < _WORTH_THREADS * len(bits):
-        return _fill_some(views, bits, parts)
+    workers = min(torch.get_num_threads(), len(runs))
+    if workers < 2 or sum(run.rows.nbytes for run in runs) < _WORTH_THREADS:
+        finite = [_fill_run(run) for run in runs]
+        return all(finite)
     with ThreadPoolExecutor(workers) as pool:
-        shares = [
-            (views[first::workers], bits[first::workers], parts[first::workers])
-            for first in range(workers)
-        ]
-        return all(pool.map(lambda share: _fill_some(*share), shares))
+        return all(pool.map(_fill_run, runs))
 
 
-def _fill_some(
-    views: Sequence[Tensor], bits: Sequence[NDArray[Any]], parts: Sequence[Part]
-) -> bool:
-    finite = True
+def _fill_run(run: _Run) -> bool:
+    bits = run.rows.view(_BITS[run.rows.itemsize]).numpy()
+    stop = 0
     # Autograd's mode is a thread's own.
     with torch.no_grad():
-        for view, own, part in zip(views, bits, parts, strict=True):
+        for part in run.parts:
             source = part.rows
+            start, stop = stop, stop + source.shape[0]
             if part.dtype == source.dtype and source.is_cpu:
                 # numpy copies faster than torch, and waits for no other thread.
-                _copy_rows(own, source.view(_BITS[source.itemsize]).numpy())
+                _copy_rows(bits[start:stop], source.view(_BITS[source.itemsize]).numpy())
             else:
-                view.copy_(source)
-            finite = finite and _all_finite(part.dtype, own)
-    return finite
+                run.rows[start:stop].copy_(source)
+    return _all_finite(run.rows.dtype, bits)
 
 
 def _copy_rows(own: NDArray[Any], source: NDArray[Any]) -> None:

@@ -17,7 +17,6 @@ from lora_slots.errors import (
     TargetMismatchError,
     UnsupportedAdapterError,
 )
-from lora_slots.layers import SlotLayer
 from lora_slots.layout import Layout, Target
 from lora_slots.resolve.resolving import Adapter, ModuleUpdate
 from lora_slots.staging.dora import dora_rows
@@ -79,13 +78,13 @@ def stage(
 
 def _parts(module: ModuleUpdate, layout: Layout) -> list[Part]:
     """What goes into each buffer, as views of the file's tensors."""
-    slots = layout.targets[module.target].slots
+    target = layout.targets[module.target]
     rows = dict(module.others)
     if module.lora_A is not None and module.lora_B is not None:
         rows["lora_A"] = _as_matrix(module.lora_A)
         rows["lora_B"] = _as_matrix(module.lora_B).t()
     return [
-        Part(module.target, name, _buffer(slots, name).dtype, tensor)
+        Part(module.target, name, _buffer(target, name).dtype, tensor)
         for name, tensor in rows.items()
     ]
 
@@ -145,12 +144,11 @@ def _check_ranks(adapter: Adapter, max_rank: int) -> None:
 
 
 def _check_target(module: ModuleUpdate, target: Target, adapter: Adapter) -> None:
-    slots = target.slots
     if module.lora_A is not None and module.lora_B is not None:
         _check_sizes(module, module.lora_A, module.lora_B, target, adapter)
     wanted = [*module.others, *(["dora"] if module.magnitude is not None else [])]
     for name in wanted:
-        if slots._buffers.get(name) is None:
+        if target.slots._buffers.get(name) is None:
             feature, option = _OPTIONS[name]
             raise UnsupportedAdapterError(
                 f"adapter {adapter.source} has {feature} at {target.path}, for which slots have "
@@ -162,26 +160,24 @@ def _check_target(module: ModuleUpdate, target: Target, adapter: Adapter) -> Non
             f"{adapter.source} has shape {tuple(module.magnitude.shape)}"
         )
     for name, rows in module.others.items():
-        width = _buffer(slots, name).shape[1]
+        width = _buffer(target, name).shape[1]
         if rows.shape[1] != width:
             raise TargetMismatchError(
                 f"{name} of {target.path} must have {width} values, but that of adapter "
                 f"{adapter.source} has {rows.shape[1]}"
             )
-    if any(buffer is not None and buffer.is_meta for buffer in slots._buffers.values()):
-        raise AttachError(
-            f"the slot of {target.path} is on the meta device and can hold no adapter; give the "
-            "model real weights before building the SlotManager"
-        )
 
 
 def _check_sizes(
     module: ModuleUpdate, A: Tensor, B: Tensor, target: Target, adapter: Adapter
 ) -> None:
     rank, out = module.rank, target.out_features
+    fits = A.shape == (rank, *target.in_shape) and B.shape == (out, rank)
     # A 1x1 kernel is as good as none, on either side.
-    fits = _squeezed(A.shape[1:]) == _squeezed(target.in_shape)
-    if not fits or _squeezed(B.shape) != _squeezed((out, rank)):
+    if not fits and (
+        _squeezed(A.shape[1:]) != _squeezed(target.in_shape)
+        or _squeezed(B.shape) != _squeezed((out, rank))
+    ):
         raise TargetMismatchError(
             f"{target.path} has in_features={target.in_features} and out_features={out}, so "
             f"lora_A must be {(rank, *target.in_shape)} and lora_B {(out, rank)}; adapter "
@@ -205,9 +201,14 @@ def _squeezed(shape: Sequence[int]) -> tuple[int, ...]:
     return shape
 
 
-def _buffer(slots: SlotLayer, name: str) -> Tensor:
-    buffer = slots._buffers[name]
+def _buffer(target: Target, name: str) -> Tensor:
+    buffer = target.slots._buffers[name]
     assert buffer is not None
+    if buffer.is_meta:
+        raise AttachError(
+            f"the slot of {target.path} is on the meta device and can hold no adapter; give the "
+            "model real weights before building the SlotManager"
+        )
     return buffer
 
 
