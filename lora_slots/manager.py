@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 import torch
 from torch import nn
@@ -21,8 +21,10 @@ from lora_slots.attach.choices import ALL_LINEAR, TargetModules
 from lora_slots.attach.components import all_modules, components_of, parts_of, root_of, unwrap
 from lora_slots.attach.survey import survey
 from lora_slots.attach.unroutable import refuse_unroutable
-from lora_slots.bank.bank import Bank, BankState
+from lora_slots.bank.bank import Bank
 from lora_slots.bank.buckets import RankBuckets, bucket_sizes
+from lora_slots.bank.rows import count_rows
+from lora_slots.bank.state import BankState
 from lora_slots.errors import (
     ArgumentError,
     AttachError,
@@ -35,11 +37,13 @@ from lora_slots.layers.watch import listen
 from lora_slots.loading import CompressTo, Loader, Prepared
 from lora_slots.reading import RawAdapter, Source
 from lora_slots.report import ComponentStatus, LoadReport, ManagerStatus, SlotStatus
-from lora_slots.roster import Roster
+from lora_slots.roster import Roster, check_name
 from lora_slots.routing import Expand, Routing, Row, Turn
+from lora_slots.staging.staged import StagedAdapter
 
 # An nn.Module, a mapping of names to modules, or a diffusers pipeline, which has no common base.
 Model = nn.Module | Mapping[str, nn.Module] | Any
+OnFull = Literal["error", "evict"]
 _ATTRIBUTE = "_lora_slots_manager"
 
 
@@ -79,15 +83,23 @@ class SlotManager:
             ``["classifier"]``: what PEFT calls modules_to_save, with its meaning of names. All
             their parameters, and those of the modules in them, get room in full size once for each
             slot, and no low-rank slots.
+        rank_budget: How many rows the slots share, from ``max_rank`` to ``num_slots * max_rank``.
+            With fewer than the latter, an adapter takes as many as its largest rank needs, in
+            multiples of 8 (or ``max_rank`` itself), and a load moves those of others together where
+            the free ones are scattered. None: ``max_rank`` for each slot, which never move.
         rank_buckets: How many rows a forward may compute with; it then computes with the smallest
-            number that the active adapters fit into, not with all ``num_slots * max_rank``, and
-            with 0 it costs nothing. ``"auto"`` means nothing, a sixteenth, a quarter and all of
+            number that the active adapters fit into, not with all that there are, and with 0 it
+            costs nothing. ``"auto"`` means nothing, a sixteenth, a quarter and all of
             them. Each number is one more graph, compiled at its first use (see `warmup`) and never
             again. Making an adapter active may then copy its rows to where they are seen. None: one
             graph, all rows.
         cache_bytes: How many bytes of adapters to keep on the host as they are written into slots,
             those used last, so that loading one again reads no file. A file is known by its path,
             inode, size and time of change, and is read again whenever one of these is another.
+        on_full: What a load does that finds no free slot, or too few free rows: ``"error"`` raises,
+            ``"evict"`` unloads the adapters that were not used for longest, as few as it needs, but
+            none that is active, routed or pinned. Any call that names an adapter uses it, and so
+            does every moment in which it is active or routed.
         routing: Whether `route` can give the rows of a batch adapters of their own. The first
             forward after that is one more graph, and so is each ``expand``.
 
@@ -112,8 +124,10 @@ class SlotManager:
         bias: bool = False,
         token_rows: int = 0,
         full_modules: Collection[str] = (),
+        rank_budget: int | None = None,
         rank_buckets: RankBuckets = None,
         cache_bytes: int = 0,
+        on_full: OnFull = "error",
         routing: bool = False,
     ) -> None:
         """Attach slots to ``model``; see the class."""
@@ -127,7 +141,10 @@ class SlotManager:
         _check_count("cache_bytes", cache_bytes, least=0)
         if target_modules is None:
             raise ArgumentError("target_modules must be a string or a collection, got None")
-        buckets = bucket_sizes(rank_buckets, num_slots * max_rank)
+        if on_full not in ("error", "evict"):
+            raise ArgumentError(f'on_full must be "error" or "evict", got {on_full!r}')
+        rows = count_rows(rank_budget, max_rank=max_rank, num_slots=num_slots)
+        buckets = bucket_sizes(rank_buckets, rows)
         given, root = components_of(model), root_of(model)
         for name, part in parts_of(root).items():
             if _ATTRIBUTE in vars(part):
@@ -144,7 +161,7 @@ class SlotManager:
         if routing:
             refuse_unroutable(root, layout)
         warn_if_compiled(all_modules(given))
-        options = SlotOptions(max_rank, num_slots, dtype, dora=bool(dora), bias=bool(bias))
+        options = SlotOptions(num_slots, rows, dtype, dora=bool(dora), bias=bool(bias))
         attach(layout, options)
         self._model = root
         self._modules = tuple(root.modules())
@@ -155,10 +172,12 @@ class SlotManager:
             self._lock,
             max_rank=max_rank,
             num_slots=num_slots,
+            rows=rows,
             buckets=buckets,
             routing=bool(routing),
         )
         self._loader = Loader(layout, max_rank=max_rank, cache_bytes=cache_bytes)
+        self._evicts = on_full == "evict"
         self._turn = Turn()
         # On the model, so that copies and pickles of it bring their manager along.
         for owner in _owners(root):
@@ -220,6 +239,7 @@ class SlotManager:
         *,
         weight: float | None = None,
         activate: bool | None = None,
+        pin: bool | None = None,
         strict: bool = True,
         compress_to: CompressTo = None,
     ) -> LoadReport:
@@ -227,7 +247,8 @@ class SlotManager:
 
         A new name takes a free slot. A name that is loaded is hotswapped: it moves to a free slot,
         so that nothing is written over rows in use, or if there is none its slot is overwritten.
-        Only what a forward would notice waits for those who `hold`.
+        Where there is no room, ``on_full`` says whether others are evicted, in the same write. Only
+        what a forward would notice waits for those who `hold`.
 
         Args:
             source: A PEFT folder, a file, a hub id, or what `read_adapter` returned.
@@ -236,6 +257,8 @@ class SlotManager:
                 for a loaded one.
             activate: True makes it the only active adapter, False an inactive one; None: True for a
                 new name, unchanged for a loaded one.
+            pin: Whether it is never evicted; `unload` still takes it out. None: False for a new
+                name, unchanged for a loaded one.
             strict: Raise for modules that the model does not have and for tensors that slots cannot
                 hold; otherwise skip and report them.
             compress_to: Truncate every module whose rank is above this one, from 1 to ``max_rank``,
@@ -247,7 +270,8 @@ class SlotManager:
             UnsupportedAdapterError: It uses a feature that is not applied here.
             TargetMismatchError: Its modules or shapes do not fit the model.
             RankTooLargeError: A rank is above ``max_rank``, without ``compress_to``.
-            NoFreeSlotError: The name is new and every slot is taken.
+            NoFreeSlotError: The name is new and every slot is taken, or too few rows are free; with
+                ``on_full="evict"`` only if too few adapters may go.
             ArgumentError: The name, the weight or ``compress_to`` has no meaning.
             AttachError: The manager was detached, or the model is in a state that ignores slots.
             HoldError: This thread holds.
@@ -256,10 +280,11 @@ class SlotManager:
         prepared = self._prepare(source, adapter_name, strict, compress_to, reuse=True)
         with self._lock.changing():
             self._check_usable()
-            roster = self._roster.with_loaded(adapter_name, weight=weight, activate=activate)
+            roster, evicted = self._make_room(adapter_name, prepared.staged)
+            roster = roster.with_loaded(adapter_name, weight=weight, activate=activate, pin=pin)
             slot = roster[adapter_name].slot
-            self._bank.write(slot, prepared.staged, roster)
-            return prepared.report(adapter_name, slot)
+            self._bank.write({slot: prepared.staged}, roster)
+            return prepared.report(adapter_name, slot, evicted)
 
     def check(
         self,
@@ -272,7 +297,8 @@ class SlotManager:
         """What `load` would report, or the error it would raise. Writes nothing."""
         prepared = self._prepare(source, adapter_name, strict, compress_to)
         self._check_usable()
-        return prepared.report(adapter_name, self._roster.slot_for(adapter_name))
+        roster, evicted = self._make_room(adapter_name, prepared.staged)
+        return prepared.report(adapter_name, roster.slot_for(adapter_name), evicted)
 
     def unload(self, adapter_name: str) -> None:
         """Empty the adapter's slot; the output is exactly what it was without it.
@@ -284,8 +310,7 @@ class SlotManager:
         """
         with self._lock.changing():
             self._check_usable()
-            roster = self._roster.without(adapter_name)
-            self._bank.write(self._roster[adapter_name].slot, None, roster)
+            self._bank.write({}, self._roster.without(adapter_name))
 
     def set_adapters(
         self,
@@ -474,7 +499,14 @@ class SlotManager:
         slots = [_slot_status(slot, names.get(slot), state) for slot in range(len(state.held))]
         parts = dict.fromkeys(target.component for target in self._layout)
         components = {part: self._component_status(part) for part in parts}
-        return ManagerStatus(tuple(slots), state.roster.enabled, self._bank.max_rank, components)
+        return ManagerStatus(
+            slots=tuple(slots),
+            enabled=state.roster.enabled,
+            max_rank=self._bank.max_rank,
+            components=components,
+            rank_budget=self._bank.rows,
+            free_rows=self._bank.rows - sum(map(len, state.rows.values())),
+        )
 
     def _component_status(self, component: str) -> ComponentStatus:
         layers = [target.slots for target in self._layout if target.component == component]
@@ -532,9 +564,16 @@ class SlotManager:
         refusals.refuse_freezing(self._modules)
         refusals.refuse_fast_path(self._layout)
         refusals.refuse_fused_projections(self._modules, self._layout)
-        self._roster.slot_for(adapter_name)  # an error here saves the reading
+        self._make_room(adapter_name)  # an error here saves the reading
         spare = self._bank.take_spare if reuse else tuple
         return self._loader.prepare(source, strict=strict, compress_to=compress_to, spare=spare)
+
+    def _make_room(
+        self, adapter_name: str, staged: StagedAdapter | None = None
+    ) -> tuple[Roster, tuple[str, ...]]:
+        """The roster that has room for an adapter, and who is evicted for that."""
+        check_name(adapter_name)
+        return self._bank.make_room({adapter_name: staged}, evict=self._evicts)
 
     def _update(self, change: Callable[[Roster], Roster]) -> None:
         with self._lock.changing():
@@ -564,7 +603,7 @@ def _slot_status(slot: int, name: str | None, state: BankState) -> SlotStatus:
     entry = state.roster[name]
     return SlotStatus(
         slot, name, staged.source, max(staged.ranks), entry.weight, entry.active,
-        len(staged.targets),
+        len(staged.targets), entry.pinned,
     )  # fmt: skip
 
 

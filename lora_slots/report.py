@@ -27,6 +27,7 @@ class LoadReport:
         compressed: The modules that ``compress_to`` truncated, each with the relative error of its
             update in the Frobenius norm.
         cached: Whether it was on the host already, so that no file was read.
+        evicted: The adapters that were unloaded to make room, those not used for longest first.
     """
 
     adapter_name: str
@@ -40,9 +41,10 @@ class LoadReport:
     seconds: float
     compressed: Mapping[str, float] = field(default_factory=dict)
     cached: bool = False
+    evicted: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        """One line, one more for what was compressed, and one more per skipped key."""
+        """One line, one each for what was compressed and evicted, and one more per skipped key."""
         scaling = format_range(self.scaling.values())
         lines = [
             f"{self.adapter_name!r} in slot {self.slot} from {self.source}: rank {self.rank}, "
@@ -55,6 +57,8 @@ class LoadReport:
                 f"  compressed {len(self.compressed)} modules with a relative error of up to "
                 f"{self.compressed[worst]:.2g}, at {worst}"
             )
+        if self.evicted:
+            lines.append(f"  evicted {', '.join(map(repr, self.evicted))}")
         lines += [f"  skipped {key}: {reason}" for key, reason in self.skipped]
         return "\n".join(lines)
 
@@ -71,6 +75,7 @@ class SlotStatus:
         weight: The user's multiplier.
         active: Whether it is selected and its weight is not 0.
         modules: How many target modules it adapts.
+        pinned: Whether it is never evicted.
     """
 
     slot: int
@@ -80,12 +85,13 @@ class SlotStatus:
     weight: float = 0.0
     active: bool = False
     modules: int = 0
+    pinned: bool = False
 
     def __str__(self) -> str:
         """One line."""
         if self.adapter_name is None:
             return f"slot {self.slot}: free"
-        state = "active" if self.active else "inactive"
+        state = ("active" if self.active else "inactive") + ", pinned" * self.pinned
         return (
             f"slot {self.slot}: {self.adapter_name!r} {state}, weight {self.weight:g}, rank "
             f"{self.rank}, {self.modules} modules, from {self.source}"
@@ -123,20 +129,26 @@ class ManagerStatus:
     Attributes:
         slots: One entry per slot.
         enabled: Whether active adapters contribute; False after ``disable_adapters``.
-        max_rank: The number of rows of a slot.
+        max_rank: The largest rank of an adapter.
         components: The buffers of each component, by its name; ``""`` for a single model.
+        rank_budget: How many rows the slots share.
+        free_rows: How many of them no adapter owns.
     """
 
     slots: tuple[SlotStatus, ...]
     enabled: bool
     max_rank: int
     components: Mapping[str, ComponentStatus]
+    rank_budget: int = 0
+    free_rows: int = 0
 
     def __str__(self) -> str:
         """One line per slot and component."""
-        head = f"{len(self.slots)} slots of max_rank {self.max_rank}, adapters " + (
-            "enabled" if self.enabled else "disabled"
-        )
+        shared = ""
+        if self.rank_budget < len(self.slots) * self.max_rank:
+            shared = f" in {self.rank_budget} rows, {self.free_rows} of them free"
+        state = "enabled" if self.enabled else "disabled"
+        head = f"{len(self.slots)} slots of max_rank {self.max_rank}{shared}, adapters {state}"
         components = (f"{name or 'model'}: {part}" for name, part in self.components.items())
         return "\n".join([head, *map(str, self.slots), *components])
 
