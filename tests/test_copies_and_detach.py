@@ -13,8 +13,8 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from faults import Fault
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from toys import (
     TOY_MODULES,
     Snapshot,
@@ -102,23 +102,6 @@ def test_a_copy_can_do_all_that_the_original_could(model, manager, copied):
     assert type(twin.model.layers[0].q_proj) is nn.Linear
 
 
-class FailLate(TorchDispatchMode):
-    """Raises in the first list operation that writes into one of these buffers' memory."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.memory = {b.untyped_storage().data_ptr() for b in slot_buffers(model).values()}
-        self.raised = False
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        written = args[0] if "_foreach_" in str(func) else ()
-        if not self.raised and any(t.untyped_storage().data_ptr() in self.memory for t in written):
-            self.raised = True
-            raise RuntimeError("fault")
-        return result
-
-
 @pytest.mark.parametrize("copied", COPIES)
 @pytest.mark.parametrize("swaps", [0, 1, 2, 3])
 def test_a_failed_write_in_a_copy_is_rolled_back_whatever_the_original_did(
@@ -129,7 +112,7 @@ def test_a_failed_write_in_a_copy_is_rolled_back_whatever_the_original_did(
     for swap in range(swaps):
         manager.load(toy_adapter(4, seed=20 + swap), "a")
     before = Snapshot.of(other, twin)
-    with pytest.raises(RuntimeError, match="fault"), FailLate(twin):
+    with pytest.raises(RuntimeError, match="fault"), Fault(0, RuntimeError("fault"), only=twin):
         other.load(toy_adapter(4, seed=9), "a")
     before.assert_unchanged(other, twin)
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from dora_files import dora_adapter, dora_tensors
-from test_failed_write_is_rolled_back import Fault
+from faults import Fault
 from torch import Tensor, nn
 from toys import TOY_MODULES, Snapshot, toy, toy_adapter, toy_input
 

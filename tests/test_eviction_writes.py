@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from faults import Fault
 from served import adapter, served
 from test_eviction import evicted_by_a_load, full, pool
-from test_failed_write_is_rolled_back import Fault, count_operations
+from test_failed_write_is_rolled_back import count_operations
 from threads import Task, wait_until
 from toys import CountingBackend, Snapshot, places, toy, toy_adapter, toy_folder, toy_input
 

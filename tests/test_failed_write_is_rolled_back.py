@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
+from faults import Fault
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from toys import (
     TOY_MODULES,
     Snapshot,
@@ -20,30 +19,6 @@ from toys import (
 )
 
 from lora_slots import SlotManager
-
-
-class Fault(TorchDispatchMode):
-    """Raises in the n-th tensor operation; one on a list of tensors has done half of it by then."""
-
-    def __init__(self, at: int = -1, error: BaseException | None = None) -> None:
-        super().__init__()
-        self.at = at
-        self.error = error
-        self.operations = 0
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        self.operations += 1
-        if self.operations - 1 == self.at:
-            if "_foreach_" in str(func):
-                half = len(args[0]) // 2
-                halves = tuple(a[:half] if isinstance(a, list | tuple) else a for a in args)
-                if half:
-                    func(*halves, **(kwargs or {}))
-            assert self.error is not None
-            raise self.error
-        return func(*args, **(kwargs or {}))
 
 
 def start(model: nn.Module | None = None) -> tuple[nn.Module, SlotManager]:

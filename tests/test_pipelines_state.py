@@ -8,8 +8,8 @@ from pipes import PIPES, write_styles
 
 import pytest
 import torch
+from faults import Fault
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from toys import Snapshot, places, slot_buffers, toy
 
 from lora_slots import AttachError, NotAttachedError, SlotManager
@@ -97,31 +97,16 @@ def test_a_refused_file_changes_nothing_in_any_component(files):
     assert torch.equal(KIND.run(pipe), image)
 
 
-class FailAt(TorchDispatchMode):
-    """Raises in the n-th list operation that writes into a component's buffers."""
-
-    def __init__(self, component: nn.Module, number: int) -> None:
-        super().__init__()
-        self.memory = {b.untyped_storage().data_ptr() for b in slot_buffers(component).values()}
-        self.left = number
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        written = args[0] if "_foreach_" in str(func) else ()
-        if any(t.untyped_storage().data_ptr() in self.memory for t in written):
-            self.left -= 1
-            if self.left == 0:
-                raise RuntimeError("fault")
-        return result
-
-
 @pytest.mark.parametrize("number", [1, 2])
 def test_a_write_that_dies_is_rolled_back_in_all_components(files, number):
     pipe = KIND.build()
     manager = SlotManager(pipe, max_rank=16)
     manager.load(files["both"])
     before = Snapshot.of(manager, root(pipe))
-    with pytest.raises(RuntimeError, match="fault"), FailAt(pipe.text_encoder, number):
+    with (
+        pytest.raises(RuntimeError, match="fault"),
+        Fault(number - 1, RuntimeError("fault"), pipe.text_encoder),
+    ):
         manager.load(files["patterns"])
     before.assert_unchanged(manager, root(pipe))
     manager.load(files["patterns"])

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_failed_write_is_rolled_back import Fault
+from faults import Fault
 from torch import Tensor, nn
 from toys import CountingBackend, Snapshot, block_adapter, blocks, toy, toy_input, write_adapter
 

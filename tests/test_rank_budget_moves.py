@@ -6,10 +6,11 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+from faults import Fault
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
-from test_failed_write_is_rolled_back import Fault, count_operations
+from test_failed_write_is_rolled_back import count_operations
 from threads import Task, wait_until
 from torch import Tensor
 from toys import (

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_failed_write_is_rolled_back import Fault
+from faults import Fault
 from torch import Tensor, nn
 from toys import (
     TOY_MODULES,

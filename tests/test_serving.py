@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 import torch
+from faults import Fault
 from served import N, P, Served, X, adapter, expected, served
-from test_failed_write_is_rolled_back import Fault
 from threads import together
 from toys import CountingBackend, slot_buffers
 

@@ -73,7 +73,7 @@ class Bank:
             rows=rows,
             buckets=None if buckets is None else tuple(buckets),
         )
-        self._writer = RowWriter(layers, num_slots, shows_all=buckets is None)
+        self._writer = RowWriter(layers, num_slots)
         self._lock = lock
         self._layers: list[SlotLayer] = layers
         self._spare: list[tuple[Tensor, ...]] = []

@@ -6,7 +6,22 @@ import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+import numpy as np
+import torch
+from numpy.typing import NDArray
 from torch import Tensor
+
+# Numbers of any dtype as integers of the same size.
+Bits = NDArray[np.signedinteger]
+_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def as_bits(tensor: Tensor) -> Bits | None:
+    """The memory of a tensor, as integers; None where it is not the host's."""
+    if not tensor.is_cpu:
+        return None
+    bits: Bits = tensor.view(_BITS[tensor.itemsize]).numpy()
+    return bits
 
 
 @dataclass(frozen=True, eq=False)
@@ -25,6 +40,11 @@ class StagedRows:
     def counts(self) -> tuple[int, ...]:
         """How many rows there are for each target module."""
         return tuple(part.shape[0] for part in self.rows)
+
+    @functools.cached_property
+    def bits(self) -> tuple[Bits | None, ...]:
+        """The memory of each of ``rows``, where it is the host's."""
+        return tuple(map(as_bits, self.rows))
 
 
 @dataclass(frozen=True, eq=False)
