@@ -95,7 +95,13 @@ def refuse_freezing(modules: Iterable[nn.Module]) -> None:
     """
     import torch._inductor.config as inductor
 
-    if inductor.freezing or any(_freezes(module) for module in modules):
+    # Most modules are let go by a look into their dicts: every load asks hundreds of them.
+    compiled = [
+        module
+        for module in modules
+        if vars(module).get("_compiled_call_impl") or "_orig_mod" in module._modules
+    ]
+    if inductor.freezing or any(map(_freezes, compiled)):
         raise AttachError(
             "inductor's option freezing is on, which makes constants of the slots, so that swaps "
             "would be ignored; turn torch._inductor.config.freezing off, or compile without it"

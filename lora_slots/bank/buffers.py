@@ -9,7 +9,11 @@ import torch
 from torch import Tensor
 
 from lora_slots.layers import SlotLayer
+from lora_slots.staging.copying import for_each
 from lora_slots.staging.staged import Bits, StagedRows, as_bits
+
+# How many arrays a thread copies before it asks for more.
+_PIECE = 16
 
 
 class Buffers:
@@ -55,10 +59,12 @@ class Buffers:
         copy_bits(bits_into, bits_values)
         if into:
             torch._foreach_copy_(into, values)
-        self._count(rows.targets)
+        _count([buffers[target] for target in rows.targets])
 
     def zero(self, targets: Sequence[int], firsts: Sequence[int], lasts: Sequence[int]) -> None:
         """Zero rows ``first : last`` of each target."""
+        if not targets:
+            return
         buffers, bits = self._look_up()
         into, bits_into = [], []
         for target, first, last in zip(targets, firsts, lasts, strict=True):
@@ -72,7 +78,7 @@ class Buffers:
         zero_bits(bits_into)
         if into:
             torch._foreach_zero_(into)
-        self._count(targets)
+        _count([buffers[target] for target in targets])
 
     def _look_up(self) -> tuple[list[Tensor | None], list[Bits | None]]:
         """Every buffer, and its memory where that is the host's; ``.to()`` may change both."""
@@ -82,14 +88,17 @@ class Buffers:
             self._bits = [None if buffer is None else as_bits(buffer) for buffer in buffers]
         return self._known, self._bits
 
-    def _count(self, targets: Sequence[int]) -> None:
-        # As torch's own operations in place do: autograd may have saved a buffer.
-        torch.autograd.graph.increment_version([self.of(target) for target in targets])
-
 
 def copy_bits(into: Sequence[Bits], values: Sequence[Bits]) -> None:
     """Copy arrays into others of the same sizes."""
-    for own, value in zip(into, values, strict=True):
+    pieces = range(0, len(into), _PIECE)
+    nbytes = sum(value.nbytes for value in values)
+    for_each(lambda first: _copy_some(into, values, first), pieces, nbytes)
+
+
+def _copy_some(into: Sequence[Bits], values: Sequence[Bits], first: int) -> None:
+    piece = slice(first, first + _PIECE)
+    for own, value in zip(into[piece], values[piece], strict=True):
         own[:] = value
 
 
@@ -97,3 +106,8 @@ def zero_bits(into: Sequence[Bits]) -> None:
     """Fill arrays with zeros."""
     for own in into:
         own[:] = 0
+
+
+def _count(buffers: Sequence[Tensor | None]) -> None:
+    """Do as torch's own operations in place: autograd may have saved a buffer."""
+    torch.autograd.graph.increment_version([buffer for buffer in buffers if buffer is not None])

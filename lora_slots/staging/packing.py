@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -13,8 +12,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-# The integers that floating-point numbers of each size are copied and looked at as.
-_BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+from lora_slots.staging.copying import for_each
+from lora_slots.staging.staged import BITS
+
 # The bits of the exponent of each dtype, which are all set in infinity and NaN.
 _EXPONENT = {
     torch.bfloat16: 0x7F80,
@@ -22,8 +22,6 @@ _EXPONENT = {
     torch.float32: 0x7F800000,
     torch.float64: 0x7FF0000000000000,
 }
-# Below this many bytes, starting threads costs more than they save.
-_WORTH_THREADS = 10_000_000
 # Bytes that are looked at together, and are still in the cache by then.
 _RUN = 512 * 1024
 # From this many rows on, transposing 16-bit numbers by fours is faster than one by one.
@@ -82,7 +80,7 @@ def pack(parts: Sequence[Part], spare: list[Tensor]) -> tuple[list[Tensor], list
         for index, view in zip(indices, torch.split(rows, counts), strict=True):
             views[index] = view
         runs += _runs(own, rows)
-    if not _fill(runs):
+    if not all(for_each(_fill_run, runs, sum(run.rows.nbytes for run in runs))):
         raise NotFiniteError(
             *next(
                 (part, view)
@@ -127,22 +125,9 @@ def _memory(numel: int, dtype: torch.dtype, spare: list[Tensor]) -> Tensor:
     return torch.empty(numel, dtype=dtype, device="cpu")
 
 
-def _fill(runs: Sequence[_Run]) -> bool:
-    """Copy all parts into their rows, in as many threads as torch uses where that pays.
-
-    Returns:
-        Whether every value is finite after the copy.
-    """
-    workers = min(torch.get_num_threads(), len(runs))
-    if workers < 2 or sum(run.rows.nbytes for run in runs) < _WORTH_THREADS:
-        finite = [_fill_run(run) for run in runs]
-        return all(finite)
-    with ThreadPoolExecutor(workers) as pool:
-        return all(pool.map(_fill_run, runs))
-
-
 def _fill_run(run: _Run) -> bool:
-    bits = run.rows.view(_BITS[run.rows.itemsize]).numpy()
+    """Copy parts into their rows. Returns whether every value is finite after that."""
+    bits = run.rows.view(BITS[run.rows.itemsize]).numpy()
     stop = 0
     # Autograd's mode is a thread's own.
     with torch.no_grad():
@@ -151,7 +136,7 @@ def _fill_run(run: _Run) -> bool:
             start, stop = stop, stop + source.shape[0]
             if part.dtype == source.dtype and source.is_cpu:
                 # numpy copies faster than torch, and waits for no other thread.
-                _copy_rows(bits[start:stop], source.view(_BITS[source.itemsize]).numpy())
+                _copy_rows(bits[start:stop], source.view(BITS[source.itemsize]).numpy())
             else:
                 run.rows[start:stop].copy_(source)
     return _all_finite(run.rows.dtype, bits)
