@@ -421,14 +421,14 @@ class SlotManager:
         loading an adapter that is not activated into a free slot, does not wait. In a thread that
         holds, a change raises `HoldError`. Enter it outside of compiled code.
 
-        On a GPU, copies run on the current stream of the thread that makes the change. Where that
-        is not the stream of the forward, synchronise with it before leaving.
+        On a GPU, what the current stream is given inside sees the same adapters, too, whenever the
+        GPU comes to it: enter this inside of `torch.cuda.stream`.
 
         Raises:
             AttachError: The manager was detached.
         """
         self._check_usable()
-        return self._lock.hold()
+        return self._bank.orders.forwards(self._lock.hold())
 
     def no_recompile(self, *, allow_first: bool = False) -> AbstractContextManager[None]:
         """A context that raises where code is compiled in the calling thread.

@@ -9,8 +9,10 @@ from dataclasses import replace
 from functools import partial
 from typing import cast
 
+import torch
 from torch import Tensor
 
+from lora_slots.bank.ordering import Orders
 from lora_slots.bank.planning import Planner
 from lora_slots.bank.routes import RouteTables, RouteWriter
 from lora_slots.bank.state import BankState
@@ -81,6 +83,7 @@ class Bank:
         self._recent: dict[object, BankState] = {}
         self._routes = RouteWriter(layout) if routing else None
         self._steering = [Steering(layers, name) for name in Tables._fields]
+        self.orders = Orders()
         self.state = self._planner.empty()
         self._enter(self._planner.plan(self.state, self.state.held, self.state.roster))
 
@@ -159,7 +162,9 @@ class Bank:
         self._recent.clear()
         self._enter(self._planner.plan(self.state, held, roster))
         replaced = (own.blocks for own in before if own is not None and own not in held)
-        self._spare = list(itertools.islice(replaced, 1)) if changes else []
+        # A GPU may still be reading pinned memory; torch's own allocator knows when it is free.
+        keeps = bool(changes) and not self.orders
+        self._spare = list(itertools.islice(replaced, 1)) if keeps else []
 
     def set_weights(self, roster: Roster) -> None:
         """Set which slots contribute, and how much.
@@ -197,44 +202,55 @@ class Bank:
         notice what follows, and what they see is flipped. At last rows that were given up are
         zeroed.
         """
-        old, writer = self.state, self._writer
+        old, writer, orders = self.state, self._writer, self.orders
         work = Work.between(old, state)
         undo = writer.backup(work.changed, old)
+        self._find_devices()
         try:
-            writer.zero(work.unused, old, state)
-            writer.fill(work.early, state)
+            with orders.beside():
+                writer.zero(work.unused, old, state)
+                writer.fill(work.early, state)
             flip = partial(self._flip, work, state, undo)
             if work.is_seen:
                 self._lock.alone(flip)
             else:
                 flip()
             if not work.late:
-                writer.zero(work.used, old, state)
+                with orders.beside():
+                    writer.zero(work.used, old, state)
         except BaseException:
             if self.state is state:
                 self._lock.alone(partial(self._flip_back, work, state, undo, old))
-            writer.zero(work.early, state, undo)
-            writer.fill(work.unused, undo)
+            with orders.beside():
+                writer.zero(work.early, state, undo)
+                writer.fill(work.unused, undo)
             raise
         writer.done(work.changed)
+
+    def _find_devices(self) -> None:
+        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+            buffers = (b for layer in self._layers for b in layer.buffers(recurse=False))
+            self.orders.cover({buffer.device for buffer in buffers})
 
     def _flip(self, work: Work, new: BankState, undo: BankState) -> None:
         """Let the new state be seen, and be what this bank says; or neither."""
         old = self.state
         try:
-            if work.late:
-                self._writer.zero(work.used, old, new)
-                self._writer.fill(work.late, new)
-            self._steer(old, new)
+            with self.orders.alone():
+                if work.late:
+                    self._writer.zero(work.used, old, new)
+                    self._writer.fill(work.late, new)
+                self._steer(old, new)
             self.state = new
         except BaseException:
             self._flip_back(work, new, undo, old)
             raise
 
     def _flip_back(self, work: Work, new: BankState, undo: BankState, old: BankState) -> None:
-        self._writer.zero(work.changed, new, undo)
-        self._writer.fill(work.changed, undo)
-        self._steer(new, undo)
+        with self.orders.alone():
+            self._writer.zero(work.changed, new, undo)
+            self._writer.fill(work.changed, undo)
+            self._steer(new, undo)
         self.state = old
 
     def _steer(self, old: BankState, new: BankState) -> None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import operator
+from collections import defaultdict
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from lora_slots.layers import SlotLayer
-from lora_slots.staging.copying import for_each
+from lora_slots.staging.copying import for_each, sent
 from lora_slots.staging.staged import Bits, StagedRows, as_bits
 
 # How many arrays a thread copies before it asks for more.
@@ -57,8 +58,7 @@ class Buffers:
                 bits_into.append(own[start : start + len(value_bits)])
                 bits_values.append(value_bits)
         copy_bits(bits_into, bits_values)
-        if into:
-            torch._foreach_copy_(into, values)
+        _copy_by_torch(into, values)
         _count([buffers[target] for target in rows.targets])
 
     def zero(self, targets: Sequence[int], firsts: Sequence[int], lasts: Sequence[int]) -> None:
@@ -100,6 +100,15 @@ def _copy_some(into: Sequence[Bits], values: Sequence[Bits], first: int) -> None
     piece = slice(first, first + _PIECE)
     for own, value in zip(into[piece], values[piece], strict=True):
         own[:] = value
+
+
+def _copy_by_torch(into: Sequence[Tensor], values: Sequence[Tensor]) -> None:
+    by_device: dict[torch.device, list[int]] = defaultdict(list)
+    for index, own in enumerate(into):
+        by_device[own.device].append(index)
+    for device, indices in by_device.items():
+        there = sent([values[index] for index in indices], device)
+        torch._foreach_copy_([into[index] for index in indices], there)
 
 
 def zero_bits(into: Sequence[Bits]) -> None:

@@ -14,6 +14,7 @@ from lora_slots.bank.steering import scaled
 from lora_slots.layers import LoraSlots, Routes, SlotLayer
 from lora_slots.layout import Layout
 from lora_slots.routing import Expand, RowWeights
+from lora_slots.staging.copying import overwrite
 from lora_slots.staging.staged import StagedAdapter
 
 
@@ -124,10 +125,10 @@ def _written(
     if expand is not None:
         new = new.unsqueeze(1 if expand == "interleave" else 0)
     if known is not None and known.shape == new.shape and known.device == device:
-        return known.copy_(new)
+        return overwrite(known, new)
     with torch.inference_mode(False):
         tensor = torch.empty(new.shape, dtype=torch.float32, device=device)
-        tensor.copy_(new)
+        overwrite(tensor, new)
     if len(table) > 1 and expand is None:
         import torch._dynamo as dynamo  # takes seconds to import
 

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from lora_slots.errors import ArgumentError
 from lora_slots.layers import SlotLayer
+from lora_slots.staging.copying import overwrite
 from lora_slots.staging.staged import StagedAdapter
 
 Table = NDArray[np.float32] | NDArray[np.int64]
@@ -105,7 +106,7 @@ class _Group:
     def write(self, table: Table) -> None:
         """Copy the rows of ``table [modules, columns]`` that belong to this group."""
         own = table if len(self.indices) == len(table) else table[self.indices]
-        self.table.copy_(torch.from_numpy(own))
+        overwrite(self.table, torch.from_numpy(own))
         if self.rows:
             torch._foreach_copy_(self.buffers, self.rows)
 

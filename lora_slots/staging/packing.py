@@ -52,12 +52,15 @@ class NotFiniteError(Exception):
         self.part, self.rows = part, rows
 
 
-def pack(parts: Sequence[Part], spare: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+def pack(
+    parts: Sequence[Part], spare: list[Tensor], *, pinned: bool = False
+) -> tuple[list[Tensor], list[Tensor]]:
     """Copy parts into one block per dtype and width, as rows one below the other.
 
     Args:
         parts: What to copy; only read.
         spare: Memory that may be overwritten and kept; what is used is taken out.
+        pinned: Whether a GPU shall read the memory beside what the host does.
 
     Returns:
         The rows of each part in the dtype of its buffer, and the blocks that hold them.
@@ -74,7 +77,7 @@ def pack(parts: Sequence[Part], spare: list[Tensor]) -> tuple[list[Tensor], list
     for (dtype, width), indices in groups.items():
         own = [parts[index] for index in indices]
         counts = [part.rows.shape[0] for part in own]
-        block = _memory(sum(counts) * width, dtype, spare)
+        block = _memory(sum(counts) * width, dtype, spare, pinned=pinned)
         blocks.append(block)
         rows = block.view(-1, width)
         for index, view in zip(indices, torch.split(rows, counts), strict=True):
@@ -114,7 +117,7 @@ def _runs(parts: Sequence[Part], rows: Tensor) -> Iterator[_Run]:
         yield _Run(some, rows[start:stop])
 
 
-def _memory(numel: int, dtype: torch.dtype, spare: list[Tensor]) -> Tensor:
+def _memory(numel: int, dtype: torch.dtype, spare: list[Tensor], *, pinned: bool) -> Tensor:
     """Host memory for ``numel`` elements, taken out of ``spare`` where that has just this size.
 
     Fresh pages cost several times what copying into them does.
@@ -122,7 +125,7 @@ def _memory(numel: int, dtype: torch.dtype, spare: list[Tensor]) -> Tensor:
     for position, block in enumerate(spare):
         if block.dtype == dtype and block.numel() == numel:
             return spare.pop(position)
-    return torch.empty(numel, dtype=dtype, device="cpu")
+    return torch.empty(numel, dtype=dtype, device="cpu", pin_memory=pinned)
 
 
 def _fill_run(run: _Run) -> bool:

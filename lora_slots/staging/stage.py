@@ -60,10 +60,11 @@ def stage(
     with torch.inference_mode(False), torch.no_grad():
         parts = [part for module in adapter.modules for part in _parts(module, layout)]
         unused = list(spare)
+        pinned = any(_buffer(layout.targets[p.target], p.buffer).is_cuda for p in parts)
         try:
-            views, blocks = pack(parts, unused)
+            views, blocks = pack(parts, unused, pinned=pinned)
             more = _dora_parts(adapter, layout, parts, views)
-            more_views, more_blocks = pack(more, unused)
+            more_views, more_blocks = pack(more, unused, pinned=pinned)
         except NotFiniteError as error:
             _raise_not_finite(error.part, error.rows, adapter, layout)
     return StagedAdapter(

@@ -1,0 +1,54 @@
+"""Copies of much memory: shared among threads, or sent to a device at once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+# Below this many bytes, starting threads costs more than they save.
+_WORTH_THREADS = 40_000_000
+_Item = TypeVar("_Item")
+_Result = TypeVar("_Result")
+
+
+def for_each(
+    func: Callable[[_Item], _Result], items: Sequence[_Item], nbytes: int
+) -> list[_Result]:
+    """``func`` of every item, in as many threads as torch uses if it is much.
+
+    Args:
+        func: What to do. numpy lets other threads run while it copies.
+        items: To what.
+        nbytes: How much memory that is all together.
+    """
+    workers = min(torch.get_num_threads(), len(items))
+    if workers < 2 or nbytes < _WORTH_THREADS:
+        return [func(item) for item in items]
+    with ThreadPoolExecutor(workers) as pool:
+        return list(pool.map(func, items))
+
+
+def sent(rows: Sequence[Tensor], device: torch.device) -> list[Tensor]:
+    """Tensors as they are on a device: what shares memory on the host is sent there in one copy.
+
+    From pinned memory the host does not wait for that.
+    """
+    blocks: dict[tuple[int, torch.dtype], Tensor] = {}
+    there = []
+    for row in rows:
+        storage = row.untyped_storage()
+        key = storage.data_ptr(), row.dtype
+        if key not in blocks:
+            whole = torch.empty(0, dtype=row.dtype, device=row.device).set_(storage)
+            blocks[key] = whole.to(device, non_blocking=True)
+        there.append(blocks[key].as_strided(row.shape, row.stride(), row.storage_offset()))
+    return there
+
+
+def overwrite(into: Tensor, table: Tensor) -> Tensor:
+    """``into.copy_(table)`` from the host, without waiting for the device."""
+    return into.copy_(table.pin_memory() if into.is_cuda else table, non_blocking=True)
