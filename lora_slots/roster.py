@@ -73,8 +73,7 @@ class Roster:
             ArgumentError: The name is no non-empty string.
             NoFreeSlotError: The name is new and every slot is taken.
         """
-        if not isinstance(adapter_name, str) or not adapter_name:
-            raise ArgumentError(f"adapter_name must be a non-empty string, got {adapter_name!r}")
+        checked_name(adapter_name)
         taken = {entry.slot for entry in self.entries.values()}
         free = next((slot for slot in range(self.num_slots) if slot not in taken), None)
         if free is None and adapter_name in self.entries:
@@ -126,12 +125,7 @@ class Roster:
         self, adapter_names: str | Sequence[str], weights: float | Sequence[float] | None
     ) -> Roster:
         """Select these adapters, and only these, with these weights; None: 1.0 each."""
-        names = [adapter_names] if isinstance(adapter_names, str) else adapter_names
-        if not isinstance(names, Iterable):
-            raise ArgumentError(
-                f"adapter_names must be a name or a sequence of names, got {names!r}"
-            )
-        names = list(names)
+        names = names_in(adapter_names)
         for name in names:
             self[name]
         if len(set(names)) != len(names):
@@ -168,6 +162,12 @@ class Roster:
         """The weights of the slots for each row, if rows are told apart."""
         return None if self.routing is None else self.routing.by_slot(self.entries)
 
+    @property
+    def in_use(self) -> list[str]:
+        """The names of those that contribute."""
+        slots = self.slot_weights()
+        return [name for name, entry in self.entries.items() if entry.slot in slots]
+
     def slot_weights(self) -> dict[int, float]:
         """The weight of every slot that contributes; 1 where `row_weights` says how much."""
         if not self.enabled:
@@ -176,6 +176,29 @@ class Roster:
         if rows is not None:
             return {slot: 1.0 for row in rows.rows for slot, weight in row if weight != 0}
         return {entry.slot: entry.weight for entry in self.entries.values() if entry.active}
+
+
+def checked_name(adapter_name: object) -> str:
+    """Refuse a name that is no non-empty string.
+
+    Raises:
+        ArgumentError: Shows what it got.
+    """
+    if not isinstance(adapter_name, str) or not adapter_name:
+        raise ArgumentError(f"adapter_name must be a non-empty string, got {adapter_name!r}")
+    return adapter_name
+
+
+def names_in(adapter_names: str | Iterable[str]) -> list[str]:
+    """One name or several, as a list.
+
+    Raises:
+        ArgumentError: It is neither.
+    """
+    names = [adapter_names] if isinstance(adapter_names, str) else adapter_names
+    if not isinstance(names, Iterable):
+        raise ArgumentError(f"adapter_names must be a name or a sequence of names, got {names!r}")
+    return list(names)
 
 
 def checked_weight(weight: object) -> float:

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from served import N, P, Served, X, adapter, served
 from threads import Task
-from toys import Snapshot
+from toys import Snapshot, holdings
 
 import lora_slots
 from lora_slots import SlotManager
@@ -93,7 +93,7 @@ def test_an_interrupt_at_any_line_leaves_all_or_nothing(change, options):
         model, manager = start(OPTIONS[options])
         with pytest.raises(KeyboardInterrupt), Lines(at).watching():
             CHANGES[change](manager)
-        done = str(manager.status()) == after.status
+        done = holdings(manager) == after.status
         (after if done else before).assert_unchanged(manager, model)
         outcomes.add(done)
         if not done:

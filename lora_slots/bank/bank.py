@@ -162,14 +162,29 @@ class Bank:
             ArgumentError: A weight times a scaling leaves the range of float32. Nothing is written.
             BaseException: Whatever a copy raises, after everything was put back as it was.
         """
+        self.write_all({slot: staged}, roster)
+
+    def write_all(self, changes: Mapping[int, StagedAdapter | None], roster: Roster) -> None:
+        """Replace what several slots hold, as `write` does for one: all of it, or nothing.
+
+        Args:
+            changes: What each of these slots shall hold; None empties it.
+            roster: Whose the slots are now.
+
+        Raises:
+            ArgumentError: As `write` does.
+            BaseException: As `write` does.
+        """
         before = self.state.held
         owned = {entry.slot for entry in roster.entries.values()}
         held = [own if number in owned else None for number, own in enumerate(before)]
-        held[slot] = staged
+        for slot, staged in changes.items():
+            held[slot] = staged
         self._recent.clear()
         self._enter(self._planned(tuple(held), roster))
         replaced = (own.blocks for own in before if own is not None and own not in held)
-        self._spare = [] if staged is None else list(itertools.islice(replaced, 1))
+        loads = any(staged is not None for staged in changes.values())
+        self._spare = list(itertools.islice(replaced, 1)) if loads else []
 
     def set_weights(self, roster: Roster) -> None:
         """Set which slots contribute, and how much.
