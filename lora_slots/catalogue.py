@@ -10,7 +10,7 @@ from types import MappingProxyType
 from lora_slots.errors import ArgumentError, UnknownAdapterError
 from lora_slots.loading import CompressTo
 from lora_slots.reading import RawAdapter, Source
-from lora_slots.roster import Roster, checked_name, checked_weight
+from lora_slots.roster import Roster, check_name, checked_weight
 from lora_slots.staging.compress import rank_limit
 
 
@@ -72,7 +72,7 @@ class Catalogue:
         Raises:
             ArgumentError: The name or a field of the entry has no meaning.
         """
-        checked_name(adapter_name)
+        check_name(adapter_name)
         _check_source(entry.source)
         checked_weight(entry.weight)
         rank_limit(entry.compress_to, self._max_rank)
@@ -108,17 +108,6 @@ class Catalogue:
         if not self._entries:
             return text
         return f"{text}, and the catalogue of {len(self)} adapters has no such name either"
-
-
-def with_missing(roster: Roster, missing: Mapping[str, CatalogueEntry]) -> Roster:
-    """The roster with these loaded, inactive.
-
-    Raises:
-        NoFreeSlotError: There are not enough slots.
-    """
-    for name, entry in missing.items():
-        roster = roster.with_loaded(name, weight=entry.weight, activate=False)
-    return roster
 
 
 def _check_source(source: object) -> None:

@@ -30,7 +30,7 @@ class AttachError(LoraSlotsError, RuntimeError):
 
 
 class NoFreeSlotError(LoraSlotsError, RuntimeError):
-    """All slots hold an adapter and the name to load is a new one."""
+    """All slots hold an adapter and the name to load is a new one, or too few rows are free."""
 
 
 class HoldError(LoraSlotsError, RuntimeError):

@@ -43,10 +43,12 @@ class Prepared:
         """Whether it was on the host already."""
         return self._report.cached
 
-    def report(self, adapter_name: str, slot: int) -> LoadReport:
+    def report(self, adapter_name: str, slot: int, evicted: tuple[str, ...] = ()) -> LoadReport:
         """The report of a load that ends now."""
         seconds = time.perf_counter() - self.started
-        return replace(self._report, adapter_name=adapter_name, slot=slot, seconds=seconds)
+        return replace(
+            self._report, adapter_name=adapter_name, slot=slot, evicted=evicted, seconds=seconds
+        )
 
 
 class Loader:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 import torch
 from torch import nn
@@ -23,7 +23,8 @@ from lora_slots.attach.survey import survey
 from lora_slots.attach.unroutable import refuse_unroutable
 from lora_slots.bank.bank import Bank
 from lora_slots.bank.buckets import RankBuckets, bucket_sizes
-from lora_slots.catalogue import Catalogue, CatalogueEntry, with_missing
+from lora_slots.bank.rows import count_rows
+from lora_slots.catalogue import Catalogue, CatalogueEntry
 from lora_slots.errors import (
     ArgumentError,
     AttachError,
@@ -37,13 +38,15 @@ from lora_slots.loading import CompressTo, Loader, Prepared
 from lora_slots.prefetching import Prefetch, Prefetcher
 from lora_slots.reading import RawAdapter, Source
 from lora_slots.report import LoadReport
-from lora_slots.roster import Roster, names_in
+from lora_slots.roster import Roster, check_name, names_in
 from lora_slots.routing import Expand, Routing, Row, Turn
+from lora_slots.staging.staged import StagedAdapter
 from lora_slots.status import ManagerStatus, status_of
 from lora_slots.tally import Tally
 
 # An nn.Module, a mapping of names to modules, or a diffusers pipeline, which has no common base.
 Model = nn.Module | Mapping[str, nn.Module] | Any
+OnFull = Literal["error", "evict"]
 _ATTRIBUTE = "_lora_slots_manager"
 
 
@@ -83,9 +86,13 @@ class SlotManager:
             ``["classifier"]``: what PEFT calls modules_to_save, with its meaning of names. All
             their parameters, and those of the modules in them, get room in full size once for each
             slot, and no low-rank slots.
+        rank_budget: How many rows the slots share, from ``max_rank`` to ``num_slots * max_rank``.
+            With fewer than the latter, an adapter takes as many as its largest rank needs, in
+            multiples of 8 (or ``max_rank`` itself), and a load moves those of others together where
+            the free ones are scattered. None: ``max_rank`` for each slot, which never move.
         rank_buckets: How many rows a forward may compute with; it then computes with the smallest
-            number that the active adapters fit into, not with all ``num_slots * max_rank``, and
-            with 0 it costs nothing. ``"auto"`` means nothing, a sixteenth, a quarter and all of
+            number that the active adapters fit into, not with all that there are, and with 0 it
+            costs nothing. ``"auto"`` means nothing, a sixteenth, a quarter and all of
             them. Each number is one more graph, compiled at its first use (see `warmup`) and never
             again. Making an adapter active may then copy its rows to where they are seen. None: one
             graph, all rows.
@@ -93,6 +100,10 @@ class SlotManager:
             those used last, so that loading one again reads no file. A file is known by its path,
             inode, size and time of change, and is read again whenever one of these is another.
             `prefetch` reads adapters into this cache.
+        on_full: What a load does that finds no free slot, or too few free rows: ``"error"`` raises,
+            ``"evict"`` unloads the adapters that were not used for longest, as few as it needs, but
+            none that is active, routed or pinned. Any call that names an adapter uses it, and so
+            does every moment in which it is active or routed.
         routing: Whether `route` can give the rows of a batch adapters of their own. The first
             forward after that is one more graph, and so is each ``expand``.
 
@@ -117,8 +128,10 @@ class SlotManager:
         bias: bool = False,
         token_rows: int = 0,
         full_modules: Collection[str] = (),
+        rank_budget: int | None = None,
         rank_buckets: RankBuckets = None,
         cache_bytes: int = 0,
+        on_full: OnFull = "error",
         routing: bool = False,
     ) -> None:
         """Attach slots to ``model``; see the class."""
@@ -132,7 +145,10 @@ class SlotManager:
         _check_count("cache_bytes", cache_bytes, least=0)
         if target_modules is None:
             raise ArgumentError("target_modules must be a string or a collection, got None")
-        buckets = bucket_sizes(rank_buckets, num_slots * max_rank)
+        if on_full not in ("error", "evict"):
+            raise ArgumentError(f'on_full must be "error" or "evict", got {on_full!r}')
+        rows = count_rows(rank_budget, max_rank=max_rank, num_slots=num_slots)
+        buckets = bucket_sizes(rank_buckets, rows)
         given, root = components_of(model), root_of(model)
         for name, part in parts_of(root).items():
             if _ATTRIBUTE in vars(part):
@@ -149,7 +165,7 @@ class SlotManager:
         if routing:
             refuse_unroutable(root, layout)
         warn_if_compiled(all_modules(given))
-        options = SlotOptions(max_rank, num_slots, dtype, dora=bool(dora), bias=bool(bias))
+        options = SlotOptions(num_slots, rows, dtype, dora=bool(dora), bias=bool(bias))
         attach(layout, options)
         self._model = root
         self._modules = tuple(root.modules())
@@ -160,6 +176,7 @@ class SlotManager:
             self._lock,
             max_rank=max_rank,
             num_slots=num_slots,
+            rows=rows,
             buckets=buckets,
             routing=bool(routing),
         )
@@ -167,6 +184,7 @@ class SlotManager:
         self._catalogue = Catalogue(max_rank)
         self._prefetcher = Prefetcher()
         self._tally = Tally()
+        self._evicts = on_full == "evict"
         self._turn = Turn()
         # On the model, so that copies and pickles of it bring their manager along.
         for owner in _owners(root):
@@ -228,6 +246,7 @@ class SlotManager:
         *,
         weight: float | None = None,
         activate: bool | None = None,
+        pin: bool | None = None,
         strict: bool = True,
         compress_to: CompressTo = None,
     ) -> LoadReport:
@@ -235,7 +254,8 @@ class SlotManager:
 
         A new name takes a free slot. A name that is loaded is hotswapped: it moves to a free slot,
         so that nothing is written over rows in use, or if there is none its slot is overwritten.
-        Only what a forward would notice waits for those who `hold`.
+        Where there is no room, ``on_full`` says whether others are evicted, in the same write. Only
+        what a forward would notice waits for those who `hold`.
 
         Args:
             source: A PEFT folder, a file, a hub id, or what `read_adapter` returned.
@@ -244,6 +264,8 @@ class SlotManager:
                 for a loaded one.
             activate: True makes it the only active adapter, False an inactive one; None: True for a
                 new name, unchanged for a loaded one.
+            pin: Whether it is never evicted; `unload` still takes it out. None: False for a new
+                name, unchanged for a loaded one.
             strict: Raise for modules that the model does not have and for tensors that slots cannot
                 hold; otherwise skip and report them.
             compress_to: Truncate every module whose rank is above this one, from 1 to ``max_rank``,
@@ -255,19 +277,21 @@ class SlotManager:
             UnsupportedAdapterError: It uses a feature that is not applied here.
             TargetMismatchError: Its modules or shapes do not fit the model.
             RankTooLargeError: A rank is above ``max_rank``, without ``compress_to``.
-            NoFreeSlotError: The name is new and every slot is taken.
+            NoFreeSlotError: The name is new and every slot is taken, or too few rows are free; with
+                ``on_full="evict"`` only if too few adapters may go.
             ArgumentError: The name, the weight or ``compress_to`` has no meaning.
             AttachError: The manager was detached, or the model is in a state that ignores slots.
             HoldError: This thread holds.
         """
         self._lock.refuse_holder()  # an error here saves the reading
         self._check_usable()
-        self._roster.slot_for(adapter_name)  # and so does one here
+        self._make_room(adapter_name)  # and so does one here
         prepared = self._prepare(source, strict, compress_to, reuse=True)
         with self._lock.changing():
             self._check_usable()
-            roster = self._roster.with_loaded(adapter_name, weight=weight, activate=activate)
-            (report,) = self._enter(roster, {adapter_name: prepared})
+            roster, evicted = self._make_room(adapter_name, prepared.staged)
+            roster = roster.with_loaded(adapter_name, weight=weight, activate=activate, pin=pin)
+            (report,) = self._enter(roster, {adapter_name: prepared}, evicted)
             return report
 
     def check(
@@ -280,10 +304,11 @@ class SlotManager:
     ) -> LoadReport:
         """What `load` would report, or the error it would raise. Writes nothing."""
         self._check_usable()
-        self._roster.slot_for(adapter_name)  # an error here saves the reading
+        self._make_room(adapter_name)  # an error here saves the reading
         prepared = self._prepare(source, strict, compress_to)
         self._check_usable()
-        return prepared.report(adapter_name, self._roster.slot_for(adapter_name))
+        roster, evicted = self._make_room(adapter_name, prepared.staged)
+        return prepared.report(adapter_name, roster.slot_for(adapter_name), evicted)
 
     def unload(self, adapter_name: str) -> None:
         """Empty the adapter's slot; the output is exactly what it was without it.
@@ -297,7 +322,7 @@ class SlotManager:
             self._check_usable()
             before = self._roster
             roster = before.without(adapter_name)
-            self._bank.write(before[adapter_name].slot, None, roster)
+            self._bank.write({}, roster)
             self._tally.changed(before, roster)
 
     def add(
@@ -588,6 +613,7 @@ class SlotManager:
             self._loader.cache,
             len(self._catalogue),
             self._tally,
+            rows=self._bank.rows,
         )
 
     def detach(self) -> None:
@@ -638,9 +664,36 @@ class SlotManager:
     def _prepare_all(self, entries: Mapping[str, CatalogueEntry]) -> dict[str, Prepared]:
         return {name: self._prepare_entry(entry, reuse=True) for name, entry in entries.items()}
 
+    def _make_room(
+        self, adapter_name: str, staged: StagedAdapter | None = None
+    ) -> tuple[Roster, tuple[str, ...]]:
+        """The roster that has room for an adapter, and who is evicted for that."""
+        check_name(adapter_name)
+        return self._bank.make_room({adapter_name: staged}, evict=self._evicts)
+
     def _missing(self, adapter_names: Iterable[str]) -> dict[str, CatalogueEntry]:
         """Those of these adapters that are not loaded."""
         return self._catalogue.missing(adapter_names, self._roster)
+
+    def _changed(
+        self,
+        change: Callable[[Roster], Roster],
+        adapter_names: Iterable[str],
+        missing: Mapping[str, CatalogueEntry],
+        ready: Mapping[str, Prepared],
+    ) -> Roster:
+        """The roster after a change for which ``missing`` are loaded, and others may be evicted."""
+        roster = self._roster
+        for name, entry in missing.items():
+            roster = roster.with_new(name, weight=entry.weight)
+        roster = change(roster)
+        if not missing:
+            return roster
+        staged = {name: each.staged for name, each in ready.items() if name in missing}
+        wanted = dict.fromkeys(adapter_names) | staged
+        # What the change takes out of use may go.
+        roster, _ = self._bank.make_room(wanted, evict=self._evicts, roster=roster)
+        return roster.with_slots()
 
     def _update(
         self,
@@ -662,26 +715,28 @@ class SlotManager:
             missing = self._missing(adapter_names)
             unread = {name: entry for name, entry in missing.items() if name not in ready}
             if unread:
-                change(with_missing(self._roster, missing))  # an error here saves the reading
+                self._changed(change, adapter_names, missing, ready)  # an error saves the reading
                 ready |= self._prepare_all(unread)
             with self._lock.changing():
                 self._check_usable()
                 refusals.refuse_fast_path(self._layout)
                 missing = self._missing(adapter_names)
                 if missing.keys() <= ready.keys():
-                    roster = change(with_missing(self._roster, missing))
+                    roster = self._changed(change, adapter_names, missing, ready)
                     self._enter(roster, {name: ready[name] for name in missing})
                     return
 
-    def _enter(self, roster: Roster, prepared: Mapping[str, Prepared]) -> list[LoadReport]:
+    def _enter(
+        self, roster: Roster, prepared: Mapping[str, Prepared], evicted: tuple[str, ...] = ()
+    ) -> list[LoadReport]:
         """Bring the model to a roster, for which these were prepared; what is seen changes once."""
         before = self._roster
         if prepared:
             staged = {roster[name].slot: each.staged for name, each in prepared.items()}
-            self._bank.write_all(staged, roster)
+            self._bank.write(staged, roster)
         else:
             self._bank.set_weights(roster)
-        reports = [each.report(name, roster[name].slot) for name, each in prepared.items()]
+        reports = [each.report(name, roster[name].slot, evicted) for name, each in prepared.items()]
         self._tally.changed(before, roster, reports)
         return reports
 

@@ -27,6 +27,7 @@ class LoadReport:
         compressed: The modules that ``compress_to`` truncated, each with the relative error of its
             update in the Frobenius norm.
         cached: Whether it was on the host already, so that no file was read.
+        evicted: The adapters that were unloaded to make room, those not used for longest first.
     """
 
     adapter_name: str
@@ -40,9 +41,10 @@ class LoadReport:
     seconds: float
     compressed: Mapping[str, float] = field(default_factory=dict)
     cached: bool = False
+    evicted: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        """One line, one more for what was compressed, and one more per skipped key."""
+        """One line, one each for what was compressed and evicted, and one more per skipped key."""
         scaling = format_range(self.scaling.values())
         lines = [
             f"{self.adapter_name!r} in slot {self.slot} from {self.source}: rank {self.rank}, "
@@ -55,6 +57,8 @@ class LoadReport:
                 f"  compressed {len(self.compressed)} modules with a relative error of up to "
                 f"{self.compressed[worst]:.2g}, at {worst}"
             )
+        if self.evicted:
+            lines.append(f"  evicted {', '.join(map(repr, self.evicted))}")
         lines += [f"  skipped {key}: {reason}" for key, reason in self.skipped]
         return "\n".join(lines)
 

@@ -7,24 +7,23 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from lora_slots.errors import (
-    AdapterInUseError,
-    ArgumentError,
-    NoFreeSlotError,
-    UnknownAdapterError,
-)
+from lora_slots.errors import AdapterInUseError, ArgumentError, UnknownAdapterError
 
 if TYPE_CHECKING:
     from lora_slots.routing import Routing, RowWeights
 
 
+NO_SLOT = -1
+
+
 @dataclass(frozen=True)
 class Entry:
-    """A loaded adapter: its slot, the user's multiplier, and whether it is selected."""
+    """A loaded adapter: its slot, the user's multiplier, whether it is selected, and may not go."""
 
     slot: int
     weight: float = 1.0
     selected: bool = True
+    pinned: bool = False
 
     @property
     def active(self) -> bool:
@@ -36,12 +35,15 @@ class Entry:
 class Roster:
     """The loaded adapters by name. Every change returns a new roster.
 
+    An adapter is used by every call that names it, and for as long as it is active or routed.
+
     Attributes:
         num_slots: How many slots there are.
         entries: The loaded adapters, in the order in which they were first loaded.
         enabled: Whether active adapters contribute.
         routing: The adapters of every row of a batch, in the place of the selected ones; or None.
         outer: What to go back to where contexts with another routing are left, the last first.
+        recent: The loaded adapters, those not used for longest first.
     """
 
     num_slots: int
@@ -49,6 +51,7 @@ class Roster:
     enabled: bool = True
     routing: Routing | None = None
     outer: tuple[Routing | None, ...] = ()
+    recent: tuple[str, ...] = ()
 
     def __getitem__(self, adapter_name: str) -> Entry:
         """The entry of a loaded adapter.
@@ -64,32 +67,48 @@ class Roster:
             )
         return entry
 
+    def stays_for(self, adapter_name: str) -> str:
+        """Why a loaded adapter must stay: "active", "routed" or "pinned"; empty: it may go."""
+        entry = self[adapter_name]
+        if entry.active:
+            return "active"
+        if adapter_name in self._routed():
+            return "routed"
+        return "pinned" if entry.pinned else ""
+
+    def _routed(self) -> set[str]:
+        routings = (routing for routing in (self.routing, *self.outer) if routing is not None)
+        return {name for routing in routings for row in routing.rows for name in row}
+
+    def _using(self, *names: str) -> Roster:
+        """The same, with what was in use until now and then ``names`` as those used last."""
+        routed = self._routed()
+        until_now = [n for n in self.recent if n in routed or self.entries[n].active]
+        last_first = dict.fromkeys(reversed([*self.recent, *until_now, *names]))
+        return replace(self, recent=tuple(reversed(last_first)))
+
     def slot_for(self, adapter_name: str) -> int:
         """The slot that a load under this name writes: the first free one, or else its own.
 
-        What a loaded adapter holds is left alone where possible: it may be in use.
-
-        Raises:
-            ArgumentError: The name is no non-empty string.
-            NoFreeSlotError: The name is new and every slot is taken.
+        What a loaded adapter holds is left alone where possible: it may be in use. For a new name
+        a slot must be free, as `Room` sees to.
         """
-        checked_name(adapter_name)
         taken = {entry.slot for entry in self.entries.values()}
         free = next((slot for slot in range(self.num_slots) if slot not in taken), None)
-        if free is None and adapter_name in self.entries:
-            return self.entries[adapter_name].slot
-        if free is None:
-            raise NoFreeSlotError(
-                f"adapter {adapter_name!r} needs a free slot, but all {self.num_slots} are taken "
-                f"({', '.join(map(repr, self.entries))}); unload one, load over its name, or build "
-                f"the SlotManager with num_slots={self.num_slots + 1}"
-            )
-        return free
+        return self[adapter_name].slot if free is None else free
 
     def with_loaded(
-        self, adapter_name: str, *, weight: float | None = None, activate: bool | None = None
+        self,
+        adapter_name: str,
+        *,
+        weight: float | None = None,
+        activate: bool | None = None,
+        pin: bool | None = None,
     ) -> Roster:
-        """Add or replace an adapter; None keeps what a loaded one has, else means 1.0 and True."""
+        """Add or replace an adapter; None keeps what a loaded one has.
+
+        For a new one, None means a weight of 1.0, active, and not pinned.
+        """
         slot = self.slot_for(adapter_name)
         known = adapter_name in self.entries
         entry = replace(self.entries[adapter_name], slot=slot) if known else Entry(slot)
@@ -97,12 +116,28 @@ class Roster:
             entry = replace(entry, weight=checked_weight(weight))
         if activate is not None:
             entry = replace(entry, selected=bool(activate))
+        if pin is not None:
+            entry = replace(entry, pinned=bool(pin))
         alone = entry.selected and (activate or not known)
         others = {
             name: replace(other, selected=False) if alone else other
             for name, other in self.entries.items()
         }
-        return replace(self, entries=others | {adapter_name: entry})
+        return replace(self._using(adapter_name), entries=others | {adapter_name: entry})
+
+    def with_new(self, adapter_name: str, *, weight: float) -> Roster:
+        """Add an inactive adapter that is in no slot yet, until `with_slots`."""
+        entries = {**self.entries, adapter_name: Entry(NO_SLOT, weight, selected=False)}
+        return replace(self._using(adapter_name), entries=entries)
+
+    def with_slots(self) -> Roster:
+        """Put the adapters that are in no slot yet into the first free ones."""
+        roster = self
+        for name, entry in self.entries.items():
+            if entry.slot == NO_SLOT:
+                placed = {name: replace(entry, slot=roster.slot_for(name))}
+                roster = replace(roster, entries={**roster.entries, **placed})
+        return roster
 
     def without(self, adapter_name: str) -> Roster:
         """Remove a loaded adapter.
@@ -119,7 +154,8 @@ class Roster:
                     "unloading it"
                 )
         entries = {name: other for name, other in self.entries.items() if name != adapter_name}
-        return replace(self, entries=entries)
+        recent = tuple(name for name in self.recent if name != adapter_name)
+        return replace(self, entries=entries, recent=recent)
 
     def with_selected(
         self, adapter_names: str | Sequence[str], weights: float | Sequence[float] | None
@@ -132,15 +168,16 @@ class Roster:
             raise ArgumentError(f"adapter_names must not repeat a name, got {names}")
         chosen = dict(zip(names, _one_each(weights, len(names)), strict=True))
         entries = {
-            name: Entry(entry.slot, chosen.get(name, entry.weight), selected=name in chosen)
+            name: replace(entry, weight=chosen.get(name, entry.weight), selected=name in chosen)
             for name, entry in self.entries.items()
         }
-        return replace(self, entries=entries)
+        return replace(self._using(*names), entries=entries)
 
     def with_weight(self, adapter_name: str, weight: float) -> Roster:
         """Set the weight of a loaded adapter."""
         entry = replace(self[adapter_name], weight=checked_weight(weight))
-        return replace(self, entries={**self.entries, adapter_name: entry})
+        entries = {**self.entries, adapter_name: entry}
+        return replace(self._using(adapter_name), entries=entries)
 
     def with_enabled(self, enabled: bool) -> Roster:
         """Let active adapters contribute, or none."""
@@ -148,15 +185,15 @@ class Roster:
 
     def with_routing(self, routing: Routing | None, *, nested: bool = False) -> Roster:
         """Route loaded adapters to rows, or none; ``nested``: until `without_routing`."""
-        for row in routing.rows if routing else ():
-            for name in row:
-                self[name]
+        names = [name for row in (routing.rows if routing else ()) for name in row]
+        for name in names:
+            self[name]
         outer = (self.routing, *self.outer) if nested else self.outer
-        return replace(self, routing=routing, outer=outer)
+        return replace(self._using(*names), routing=routing, outer=outer)
 
     def without_routing(self) -> Roster:
         """Go back to the routing before the last nested one."""
-        return replace(self, routing=self.outer[0], outer=self.outer[1:])
+        return replace(self._using(), routing=self.outer[0], outer=self.outer[1:])
 
     def row_weights(self) -> RowWeights | None:
         """The weights of the slots for each row, if rows are told apart."""
@@ -178,15 +215,14 @@ class Roster:
         return {entry.slot: entry.weight for entry in self.entries.values() if entry.active}
 
 
-def checked_name(adapter_name: object) -> str:
-    """Refuse a name that is no non-empty string.
+def check_name(adapter_name: object) -> None:
+    """Refuse what is no name.
 
     Raises:
-        ArgumentError: Shows what it got.
+        ArgumentError: It is no non-empty string.
     """
     if not isinstance(adapter_name, str) or not adapter_name:
         raise ArgumentError(f"adapter_name must be a non-empty string, got {adapter_name!r}")
-    return adapter_name
 
 
 def names_in(adapter_names: str | Iterable[str]) -> list[str]:

@@ -9,7 +9,7 @@ from itertools import zip_longest
 
 import torch
 
-from lora_slots.bank.bank import BankState
+from lora_slots.bank.state import BankState
 from lora_slots.cache import StagedCache
 from lora_slots.layout import Layout
 from lora_slots.report import format_size
@@ -29,6 +29,7 @@ class SlotStatus:
         weight: The user's multiplier.
         active: Whether it is selected and its weight is not 0.
         modules: How many target modules it adapts.
+        pinned: Whether it is never evicted.
         routed: Whether rows of a batch are given it.
         swap_seconds: How long its last load took, reading included; None if the slot is free.
             Times do not count where two of these are compared.
@@ -42,18 +43,18 @@ class SlotStatus:
     weight: float = 0.0
     active: bool = False
     modules: int = 0
+    pinned: bool = False
     routed: bool = False
     swap_seconds: float | None = field(default=None, compare=False)
     last_used: float | None = field(default=None, compare=False)
 
     @property
     def state(self) -> str:
-        """What it is doing, in a word or two."""
+        """What it is doing, in a word or more."""
         if self.adapter_name is None:
             return "free"
-        if not self.routed:
-            return "active" if self.active else "inactive"
-        return "active, routed" if self.active else "routed"
+        use = "active" if self.active else "inactive"
+        return use + ", routed" * self.routed + ", pinned" * self.pinned
 
     def __str__(self) -> str:
         """One line."""
@@ -129,6 +130,8 @@ class ManagerStatus:
         cache: The host cache.
         catalogue: How many adapters the catalogue has.
         counts: What happened until now.
+        rank_budget: How many rows the slots share.
+        free_rows: How many of them no adapter owns.
         routing: The adapters of each row, where `route` told rows apart.
     """
 
@@ -139,14 +142,19 @@ class ManagerStatus:
     cache: CacheStatus
     catalogue: int
     counts: Counts
+    rank_budget: int
+    free_rows: int
     routing: Routing | None = None
 
     def __str__(self) -> str:
         """A table of the slots, and a line for each other thing."""
         state = "enabled" if self.enabled else "disabled"
+        shared = ""
+        if self.rank_budget < len(self.slots) * self.max_rank:
+            shared = f" in {self.rank_budget} rows, {self.free_rows} of them free"
         return "\n".join(
             [
-                f"{len(self.slots)} slots of max_rank {self.max_rank}, adapters {state}",
+                f"{len(self.slots)} slots of max_rank {self.max_rank}{shared}, adapters {state}",
                 *_aligned([_HEAD, *map(_cells, self.slots)]),
                 *([] if self.routing is None else [f"rows: {_rows(self.routing)}"]),
                 f"host cache: {self.cache}",
@@ -158,7 +166,14 @@ class ManagerStatus:
 
 
 def status_of(
-    state: BankState, layout: Layout, max_rank: int, cache: StagedCache, known: int, tally: Tally
+    state: BankState,
+    layout: Layout,
+    max_rank: int,
+    cache: StagedCache,
+    known: int,
+    tally: Tally,
+    *,
+    rows: int,
 ) -> ManagerStatus:
     """Collect what a manager holds. Reads names and sizes only.
 
@@ -169,6 +184,7 @@ def status_of(
         cache: The host cache.
         known: How many adapters the catalogue has.
         tally: What was counted.
+        rows: How many rows the slots share.
     """
     counts = tally.counts
     names = {entry.slot: name for name, entry in state.roster.entries.items()}
@@ -183,6 +199,8 @@ def status_of(
         ),
         catalogue=known,
         counts=counts,
+        rank_budget=rows,
+        free_rows=rows - sum(map(len, state.rows.values())),
         routing=state.roster.routing,
     )
 
@@ -200,6 +218,7 @@ def _slot(slot: int, name: str | None, state: BankState, tally: Tally) -> SlotSt
         weight=entry.weight,
         active=entry.active,
         modules=len(staged.targets),
+        pinned=entry.pinned,
         routed=routing is not None and bool(routing.rows_of(name)),
         swap_seconds=tally.swaps.get(name),
         last_used=tally.used.get(name),

@@ -20,8 +20,9 @@ import lora_slots
 from lora_slots import SlotManager
 
 ROOM = Path(lora_slots.__file__).parent
-TRACED = {str(ROOM / name) for name in ("manager.py", "roster.py", "bank/bank.py", "bank/rows.py",
-                                        "bank/steering.py", "layers/base.py")}  # fmt: skip
+TRACED = {str(path) for path in (ROOM / "bank").glob("*.py")}.union(
+    str(ROOM / name) for name in ("manager.py", "eviction.py", "roster.py", "layers/base.py")
+)
 
 
 class Lines:

@@ -37,7 +37,7 @@ def test_slots_never_share_a_row_and_active_ones_lie_below_the_limit(changes):
         assert all(row < TOTAL for row in rows)
         if limit is not None:
             assert all(placed[s] + needs[s] <= limit for s in active)
-        free, largest = free_rows(needs, placed, TOTAL)
+        free, largest = free_rows([range(s, s + needs[slot]) for slot, s in placed.items()], TOTAL)
         assert free == TOTAL - sum(needs.values())
         assert largest <= free
         starts = placed
@@ -49,7 +49,7 @@ def test_what_has_rows_keeps_them_where_that_is_possible():
 
 def test_scattered_rows_are_moved_together_for_what_would_not_fit():
     needs = {0: 8, 1: 8, 2: 16}
-    assert free_rows({0: 8, 1: 8}, {0: 0, 1: 16}, 32) == (16, 8)
+    assert free_rows([range(16, 24), range(8)], 32) == (16, 8)
     placed = place(needs, {0: 0, 1: 16}, total=32)
     assert placed is not None
     assert sorted(placed.values()) == [0, 16, 24]

@@ -87,13 +87,13 @@ def test_a_compiled_model_serves_likewise_with_one_graph():
 def outputs_of_writes(model: Served, manager: SlotManager) -> list[float]:
     """Will hold the output after each write, in their order."""
     outputs = []
-    write = manager._bank.write_all
+    write = manager._bank.write
 
     def noting(*args: Any) -> None:
         write(*args)
         outputs.append(model(X).item())
 
-    manager._bank.write_all = noting
+    manager._bank.write = noting
     return outputs
 
 

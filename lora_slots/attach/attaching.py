@@ -23,8 +23,8 @@ from lora_slots.layout import Layout, Target
 class SlotOptions:
     """What a user chose for all slots of a model; see `SlotManager`."""
 
-    max_rank: int
     num_slots: int
+    rows: int
     dtype: torch.dtype | None = None
     dora: bool = False
     bias: bool = False
@@ -86,7 +86,7 @@ def can_compute(dtype: torch.dtype) -> bool:
 def _sizes(target: Target, layout: Layout, options: SlotOptions) -> SlotSizes:
     return SlotSizes(
         num_slots=options.num_slots,
-        max_rank=options.max_rank if target.low_rank else 0,
+        rows=options.rows if target.low_rank else 0,
         dtype=_dtype(target, layout, options),
         device=_device(target),
         dora=options.dora and target.low_rank,

@@ -18,7 +18,7 @@ def bucket_sizes(rank_buckets: RankBuckets, rows: int) -> tuple[int, ...] | None
     Args:
         rank_buckets: ``"auto"``: nothing, a sixteenth, a quarter and all of the rows, in multiples
             of 8; or the sizes; or None for no buckets.
-        rows: How many rows there are: ``num_slots * max_rank``.
+        rows: How many rows there are: R.
 
     Raises:
         ArgumentError: A size has no meaning, or there are more than Dynamo would compile.
@@ -39,7 +39,7 @@ def bucket_sizes(rank_buckets: RankBuckets, rows: int) -> tuple[int, ...] | None
     for size in rank_buckets:
         if isinstance(size, bool) or not isinstance(size, int) or not 0 <= size <= rows:
             raise ArgumentError(
-                f"rank_buckets must be whole numbers from 0 to num_slots * max_rank = {rows}, got "
+                f"rank_buckets must be whole numbers from 0 to {rows}, the number of all rows, got "
                 f"{size!r}"
             )
     sizes = {*rank_buckets, rows}

@@ -36,7 +36,7 @@ class RouteTables:
         cls,
         rows: RowWeights,
         held: Sequence[StagedAdapter | None],
-        owned: Mapping[int, tuple[int, int]],
+        owned: Mapping[int, range],
         *,
         columns: int,
     ) -> RouteTables:
@@ -45,7 +45,7 @@ class RouteTables:
         Args:
             rows: The weights.
             held: What each slot holds.
-            owned: The first of the rows by rank that each slot owns, and their number.
+            owned: The rows by rank that each slot owns; those that own none may be left out.
             columns: R.
 
         Raises:
@@ -59,10 +59,18 @@ class RouteTables:
             scaled(staged, weight)
         for number, row in enumerate(rows.rows):
             for slot, weight in row:
-                first, count = owned[slot]
-                by_rank[number, first : first + count] = weight
+                own = owned.get(slot, range(0))
+                by_rank[number, own.start : own.stop] = weight
                 by_slot[number, slot] = weight
         return cls(by_rank, by_slot, rows.expand)
+
+    def says(self, other: RouteTables) -> bool:
+        """Whether the other one has the same numbers."""
+        return (
+            self.expand == other.expand
+            and np.array_equal(self.by_rank, other.by_rank)
+            and np.array_equal(self.by_slot, other.by_slot)
+        )
 
 
 class RouteWriter:

@@ -20,7 +20,7 @@ class SlotSizes:
 
     Attributes:
         num_slots: How many adapters can be loaded at a time.
-        max_rank: The largest rank of each; 0 where a layer takes no low-rank updates.
+        rows: How many rows by rank they share; 0 where a layer takes no low-rank updates.
         dtype: The dtype of what is as large as the base layer: ``lora_A``, ``lora_B`` and the like.
         device: Where the buffers are made.
         dora: Whether slots hold DoRA magnitudes.
@@ -29,7 +29,7 @@ class SlotSizes:
     """
 
     num_slots: int
-    max_rank: int
+    rows: int
     dtype: torch.dtype
     device: torch.device
     dora: bool = False
@@ -40,8 +40,8 @@ class SlotSizes:
 class SlotLayer(nn.Module):
     """What all slots hold for one base layer, zero until an adapter is written into them.
 
-    Every buffer but ``scaling`` and ``weights`` has two dimensions, and the same number of rows for
-    each slot, one slot's below the other's: a slot is a run of whole rows. The buffers are made
+    A slot is a run of whole rows of every buffer but ``scaling`` and ``weights``: of ``lora_A`` and
+    ``lora_B`` those that the bank gives it, of all others as many as any slot. The buffers are made
     once and never replaced by lora_slots, so compiled graphs and CUDA graphs keep reading the same
     memory. They are not part of the state dict.
 
@@ -117,7 +117,7 @@ class LoraSlots(SlotLayer):
     """The LoRA rows of all slots of one base layer.
 
     Attributes:
-        lora_A: ``[R, in]``, R = num_slots * max_rank.
+        lora_A: ``[R, in]``, R the number of rows that all slots share.
         lora_B: ``[R, out]``; rank-major, so that a slot is a run of whole rows here too.
         scaling: ``[1, R]`` float32; 0 for rows that contribute nothing. (Two dimensions, since
             ahead-of-time compilation inlines small vectors as constants.)
@@ -158,7 +158,7 @@ class LoraSlots(SlotLayer):
         """Allocate zeros: nothing loaded means the output is the base layer's."""
         super().__init__()
         slots = sizes.num_slots
-        rows = slots * sizes.max_rank
+        rows = sizes.rows
         self.num_slots = slots
         self.low_rank = rows > 0
         if self.low_rank:

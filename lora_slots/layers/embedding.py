@@ -98,7 +98,7 @@ def _make(module: nn.Embedding, sizes: SlotSizes) -> EmbeddingSlots:
     rows, width = module.num_embeddings, module.embedding_dim
     slots = EmbeddingSlots(rows, width, sizes, token_width=width)
     if module.max_norm is not None and slots.low_rank and slots.owners is None:
-        slots.add_buffer("owners", 1, sizes.num_slots * sizes.max_rank, sizes, torch.int64)
+        slots.add_buffer("owners", 1, sizes.rows, sizes, torch.int64)
     return slots
 
 
