@@ -44,11 +44,11 @@ class Room:
         if self._fits(wanted, ()):
             return self.roster, ()
         others = [name for name in self.roster.recent if name not in wanted]
-        gone = [n for n in others if not self.roster.stays_for(n)] if evict else []
+        gone = {n: None for n in others if not self.roster.stays_for(n)} if evict else {}
         if not self._fits(wanted, gone):
             raise NoFreeSlotError(self._refusal(wanted, gone, evict=evict))
-        for name in reversed(gone):
-            rest = [other for other in gone if other != name]
+        for name in reversed(others):
+            rest = {other: None for other in gone if other != name}
             if self._fits(wanted, rest):
                 gone = rest
         roster = self.roster

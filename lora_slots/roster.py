@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -72,18 +73,19 @@ class Roster:
         entry = self[adapter_name]
         if entry.active:
             return "active"
-        if adapter_name in self._routed():
+        if adapter_name in self.routed_names:
             return "routed"
         return "pinned" if entry.pinned else ""
 
-    def _routed(self) -> set[str]:
+    @functools.cached_property
+    def routed_names(self) -> frozenset[str]:
+        """The adapters of all rows, and of those that a context will go back to."""
         routings = (routing for routing in (self.routing, *self.outer) if routing is not None)
-        return {name for routing in routings for row in routing.rows for name in row}
+        return frozenset(name for routing in routings for row in routing.rows for name in row)
 
     def _using(self, *names: str) -> Roster:
         """The same, with what was in use until now and then ``names`` as those used last."""
-        routed = self._routed()
-        until_now = [n for n in self.recent if n in routed or self.entries[n].active]
+        until_now = [n for n in self.recent if self.entries[n].active or n in self.routed_names]
         last_first = dict.fromkeys(reversed([*self.recent, *until_now, *names]))
         return replace(self, recent=tuple(reversed(last_first)))
 

@@ -50,7 +50,7 @@ P, N = adapter(1.0, rank=4), adapter(-1.0, rank=2)
 
 def served(num_slots: int = 1, **options: object) -> tuple[Served, SlotManager]:
     model = Served().eval().requires_grad_(False)
-    return model, SlotManager(model, max_rank=8, num_slots=num_slots, **options)
+    return model, SlotManager(model, **{"max_rank": 8, "num_slots": num_slots, **options})
 
 
 def expected(manager: SlotManager) -> float:

@@ -74,6 +74,7 @@ OPTIONS = {
     "a free slot": {"num_slots": 3},
     "buckets": {"num_slots": 3, "rank_buckets": [0, 4, 8]},
     "no free slot": {"num_slots": 2},
+    "no free rows": {"num_slots": 3, "rank_budget": 16, "on_full": "evict"},
 }
 
 

@@ -122,7 +122,7 @@ def random_change(dice: random.Random, manager: SlotManager) -> None:
     name = str(value)
     change = dice.randrange(8)
     if change < 3:
-        source = adapter(value, rank=dice.choice([1, 2, 4, 8]))
+        source = adapter(value, rank=dice.choice([1, 2, 4, 8, 16]))
         manager.load(source, name, activate=dice.choice([None, True, False]))
     elif change == 3:
         manager.unload(name)
@@ -166,9 +166,18 @@ def compare(model: Served, manager: SlotManager, end: float) -> int:
     return count
 
 
-@pytest.mark.parametrize("rank_buckets", [None, [0, 4, 8]])
-def test_outputs_are_what_the_status_says_whatever_changes_or_fails(rank_buckets):
-    model, manager = served(3, rank_buckets=rank_buckets)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"rank_buckets": [0, 4, 8]},
+        {"max_rank": 16, "rank_budget": 32, "on_full": "evict"},
+        {"max_rank": 16, "rank_budget": 40, "rank_buckets": [0, 16]},
+    ],
+    ids=["slots", "buckets", "rows by need, eviction", "rows by need, buckets"],
+)
+def test_outputs_are_what_the_status_says_whatever_changes_or_fails(options):
+    model, manager = served(3, **options)
     end = time.monotonic() + 1.5
     counts = together(
         *(lambda: compare(model, manager, end) for _ in range(3)),

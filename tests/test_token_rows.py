@@ -273,3 +273,20 @@ def test_without_active_rows_inductor_gives_the_compiled_head():
             torch.testing.assert_close(compiled(ids), whole(ids), **CLOSE)
             manager.unload("default")
             assert torch.equal(compiled(ids), expected)
+
+
+def test_an_adapter_of_trained_rows_alone_can_be_routed():
+    model = llama()
+    width = model.get_input_embeddings().embedding_dim
+    rows = {"base_model.model.model.embed_tokens.token_adapter.trainable_tokens_delta":
+            random(2, width)}  # fmt: skip
+    config = {"r": 2, "lora_alpha": 4, "trainable_token_indices": LIST}
+    manager = SlotManager(model, max_rank=2, num_slots=2, token_rows=2, routing=True)
+    base = run(model)
+    manager.load(read_adapter(rows, config), "rows")
+    alone = run(model)
+    manager.route(["rows", None])
+    output = run(model)
+    torch.testing.assert_close(output[0], alone[0], **CLOSE)
+    assert torch.equal(output[1], base[1])
+    assert not torch.allclose(alone, base, atol=1e-2)

@@ -109,15 +109,21 @@ def _add(
 ) -> dict[int, int] | None:
     """Put every slot that has no rows yet into the lowest gap that is large enough."""
     starts = dict(kept)
+    owned = (range(start, start + needs[slot]) for slot, start in kept.items())
+    gaps = _gaps(owned, max(ends.values(), default=0))
     # Those that must be low choose first, then the large ones, which are the hardest to place.
     rest = sorted(needs.keys() - kept.keys(), key=lambda slot: (ends[slot], -needs[slot], slot))
     for slot in rest:
-        owned = (range(start, start + needs[other]) for other, start in starts.items())
-        gaps = _gaps(owned, ends[slot])
-        start = next((gap.start for gap in gaps if len(gap) >= needs[slot]), None)
-        if start is None:
+        fitting = (
+            number
+            for number, gap in enumerate(gaps)
+            if min(gap.stop, ends[slot]) - gap.start >= needs[slot]
+        )
+        number = next(fitting, None)
+        if number is None:
             return None
-        starts[slot] = start
+        gap = gaps[number]
+        starts[slot], gaps[number] = gap.start, gap[needs[slot] :]
     return starts
 
 
