@@ -150,7 +150,9 @@ class _Queue:
             self._threads = [thread for thread in self._threads if thread.is_alive()]
             for _ in range(min(_WORKERS, len(self._jobs)) - len(self._threads)):
                 # A daemon, since others are waited for until all is read when Python ends.
-                thread = threading.Thread(target=self._work, name="prefetch", daemon=True)
+                thread = threading.Thread(
+                    target=self._work, name="lora_slots prefetch", daemon=True
+                )
                 thread.start()
                 self._threads.append(thread)
 

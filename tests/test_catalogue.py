@@ -157,7 +157,7 @@ CALLS: dict[str, Callable[[SlotManager, list[str]], object]] = {
 
 @pytest.fixture
 def crowded(tmp_path):
-    """Three good names, a broken and a missing file in the catalogue; one adapter in three slots."""
+    """Three good names, a broken and a missing file in the catalogue; one of three slots taken."""
     paths = folders(tmp_path, 3)
     broken = tmp_path / "broken"
     toy_folder(broken)
