@@ -3,12 +3,12 @@
     python examples/trace_requests.py [--adapters 1000] [--requests 2000] [--zipf 1.0]
                                       [--slots 8] [--cached 64] [--seed 0] [--json FILE]
 
-Every request names one of the adapters, popular ones more often (Zipf), makes it the only active one
-and runs one forward, eagerly, since PEFT would recompile after each load. lora_slots has all in its
-catalogue, a host cache and slots, and evicts; PEFT keeps as many adapters as there are slots, and
-deletes the one not used for longest. Both serve each request in turn, and take turns in being first;
-their outputs are compared on a sample. Every adapter is a file of its own in a temporary folder, just
-written, so that disk means page cache.
+Every request names one of the adapters, popular ones more often (Zipf), makes it the only active
+one and runs one forward, eagerly, since PEFT would recompile after each load. lora_slots has all in
+its catalogue, a host cache and slots, and evicts; PEFT keeps as many adapters as there are slots,
+and deletes the one not used for longest. Both serve each request, taking turns in being first, and
+their outputs are compared on a sample. Every adapter is a file of its own in a temporary folder,
+just written, so that disk means page cache.
 """
 
 from __future__ import annotations

@@ -151,4 +151,6 @@ def format_range(values: Iterable[float]) -> str:
 
 def format_size(nbytes: int) -> str:
     """Bytes as text."""
+    if nbytes >= 1e9:
+        return f"{nbytes / 1e9:.1f} GB"
     return f"{nbytes / 1e6:.1f} MB" if nbytes >= 1e5 else f"{nbytes / 1e3:.1f} kB"
