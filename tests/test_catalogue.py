@@ -295,8 +295,9 @@ def test_an_adapter_of_the_catalogue_may_be_in_memory():
     assert model(X).item() == -2
 
 
-def test_threads_that_need_more_than_there_are_slots_get_theirs_each_whole():
-    model, manager = served(2, on_full="evict")
+@pytest.mark.parametrize("num_slots", [1, 2])
+def test_threads_that_need_more_than_there_are_slots_get_theirs_each_whole(num_slots):
+    model, manager = served(num_slots, on_full="evict")
     values = {str(value): float(value) for value in (1, 3, 5, 7, 9)}
     for name, value in values.items():
         manager.add(name, adapter(value))
