@@ -1,5 +1,6 @@
 """Fixed LoRA slots for compiled PyTorch models: swap adapters with no recompile."""
 
+from lora_slots.catalogue import CatalogueEntry
 from lora_slots.errors import (
     AdapterFileError,
     AdapterInUseError,
@@ -17,8 +18,11 @@ from lora_slots.errors import (
 )
 from lora_slots.inspecting.inspecting import inspect_adapter
 from lora_slots.manager import SlotManager
+from lora_slots.prefetching import Prefetch
 from lora_slots.reading import RawAdapter, read_adapter
-from lora_slots.report import AdapterInfo, ComponentStatus, LoadReport, ManagerStatus, SlotStatus
+from lora_slots.report import AdapterInfo, LoadReport
+from lora_slots.status import CacheStatus, ComponentStatus, ManagerStatus, SlotStatus
+from lora_slots.tally import Counts
 
 __version__ = "0.1.0"
 
@@ -28,13 +32,17 @@ __all__ = [
     "AdapterInfo",
     "ArgumentError",
     "AttachError",
+    "CacheStatus",
+    "CatalogueEntry",
     "ComponentStatus",
+    "Counts",
     "HoldError",
     "LoadReport",
     "LoraSlotsError",
     "ManagerStatus",
     "NoFreeSlotError",
     "NotAttachedError",
+    "Prefetch",
     "RankTooLargeError",
     "RawAdapter",
     "RecompileError",

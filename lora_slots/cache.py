@@ -6,12 +6,15 @@ import os
 import threading
 from collections import OrderedDict
 from collections.abc import Hashable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakValueDictionary
 
 from torch import nn
 from torch.utils.weak import WeakIdRef
 
+from lora_slots.errors import ArgumentError
 from lora_slots.layers import SlotLayer
 from lora_slots.layout import Layout
 from lora_slots.reading.folders import CONFIG_NAME, locate
@@ -51,6 +54,7 @@ class StagedCache:
         self.nbytes = 0
         self._entries: OrderedDict[Hashable, Cached] = OrderedDict()
         self._lock = threading.Lock()
+        self._readers: WeakValueDictionary[Hashable, Any] = WeakValueDictionary()
 
     def __reduce__(self) -> tuple[object, ...]:
         """Copies and pickles start empty: their model has base weights of its own."""
@@ -72,6 +76,13 @@ class StagedCache:
             self._entries.move_to_end(key)
             return entry
 
+    def reading(self, key: Hashable) -> AbstractContextManager[object]:
+        """A context for one thread at a time: what others read meanwhile is here afterwards."""
+        if key is None:
+            return nullcontext()
+        with self._lock:
+            return self._readers.setdefault(key, threading.Lock())  # type: ignore[no-any-return]
+
     def put(self, key: Hashable, entry: Cached) -> None:
         """Keep an adapter, and let go of those not used for longest until all fit."""
         if key is None or entry.staged.nbytes > self.limit:
@@ -82,6 +93,18 @@ class StagedCache:
             self.nbytes += entry.staged.nbytes
             while self.nbytes > self.limit:
                 self._drop(next(iter(self._entries)))
+
+    def check_size(self, staged: StagedAdapter) -> None:
+        """Refuse an adapter that there can be no room for.
+
+        Raises:
+            ArgumentError: It is larger than the cache.
+        """
+        if staged.nbytes > self.limit:
+            raise ArgumentError(
+                f"{staged.source} takes {staged.nbytes} bytes, but cache_bytes is {self.limit}; "
+                f"build the SlotManager with cache_bytes={staged.nbytes} at least"
+            )
 
     def _drop(self, key: Hashable) -> None:
         entry = self._entries.pop(key, None)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from lora_slots.bank.rows import free_rows
 from lora_slots.errors import NoFreeSlotError
-from lora_slots.roster import Roster
+from lora_slots.roster import NO_SLOT, Roster
 
 
 @dataclass(frozen=True)
@@ -15,7 +15,7 @@ class Room:
     """The slots and rows of a model, and whose they are. Knows no tensors.
 
     Attributes:
-        roster: Whose the slots are.
+        roster: Whose the slots are, and who shall get one.
         total: How many rows there are for all of them: R.
         rows: The rows that each slot owns; slots that own none are left out.
     """
@@ -67,6 +67,10 @@ class Room:
         )
         return taken + sum(wanted.values()) - self.total
 
+    @property
+    def _loaded(self) -> list[str]:
+        return [name for name, entry in self.roster.entries.items() if entry.slot != NO_SLOT]
+
     def _fits(self, wanted: Mapping[str, int], gone: Collection[str]) -> bool:
         return self._slots_missing(wanted, gone) <= 0 and self._rows_missing(wanted, gone) <= 0
 
@@ -85,7 +89,7 @@ class Room:
             lack += f", and {'too few' if gone else 'none'} can be evicted"
             remedy = "deselect, unpin or unload one"
         holders = []
-        for name in self.roster.entries:
+        for name in self._loaded:
             rows = "" if few_slots else f" has {len(self._owned(name))}"
             stays = self.roster.stays_for(name) if evict else ""
             holders.append(f"{name!r}{rows}{f' ({stays})' if stays else ''}")
@@ -94,14 +98,14 @@ class Room:
         )
 
     def _lack_of_slots(self, wanted: Mapping[str, int], gone: Collection[str]) -> tuple[str, str]:
-        slots, taken = self.roster.num_slots, len(self.roster.entries)
-        new = len(wanted.keys() - self.roster.entries.keys())
+        slots, taken = self.roster.num_slots, len(self._loaded)
+        new = len(wanted.keys() - set(self._loaded))
         what = "a free slot" if new == 1 else f"{new} free slots"
         there = f"all {slots} are taken" if taken == slots else f"{taken} of {slots} are taken"
         return f"{what}, but {there}", f"num_slots={slots + self._slots_missing(wanted, gone)}"
 
     def _lack_of_rows(self, wanted: Mapping[str, int], gone: Collection[str]) -> tuple[str, str]:
-        owned = [self._owned(name) for name in self.roster.entries if name not in wanted]
+        owned = [self._owned(name) for name in self._loaded if name not in wanted]
         free, largest = free_rows(owned, self.total)
         there = f"of {self.total} only {free} are free, {largest} side by side at most"
         budget = self.total + self._rows_missing(wanted, gone)

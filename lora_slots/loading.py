@@ -38,6 +38,11 @@ class Prepared:
     started: float
     _report: LoadReport
 
+    @property
+    def cached(self) -> bool:
+        """Whether it was on the host already."""
+        return self._report.cached
+
     def report(self, adapter_name: str, slot: int, evicted: tuple[str, ...] = ()) -> LoadReport:
         """The report of a load that ends now."""
         seconds = time.perf_counter() - self.started
@@ -83,9 +88,23 @@ class Loader:
         started = time.perf_counter()
         rank = rank_limit(compress_to, self._max_rank)
         key = self._key(source, strict, rank)
-        known = self.cache.get(key, self._layout)
-        if known is not None:
-            return Prepared(known.staged, started, known.report)
+        with self.cache.reading(key):
+            known = self.cache.get(key, self._layout)
+            if known is not None:
+                return Prepared(known.staged, started, known.report)
+            staged, report = self._stage(source, strict, rank, spare)
+            if key is not None and key == self._key(source, strict, rank):
+                base = base_state(staged, report, self._layout)
+                self.cache.put(key, Cached(staged, replace(report, cached=True), base))
+        return Prepared(staged, started, report)
+
+    def _stage(
+        self,
+        source: Source | RawAdapter,
+        strict: bool,
+        rank: int | None,
+        spare: Callable[[], Sequence[Tensor]],
+    ) -> tuple[StagedAdapter, LoadReport]:
         raw = source if isinstance(source, RawAdapter) else read_adapter(source)
         adapter = resolve(raw, self._layout, strict=strict)
         self._warn_of_other_base(adapter)
@@ -94,11 +113,7 @@ class Loader:
         # What is cached must not be overwritten, so that there is nothing to spare.
         memory = () if self.cache.limit else spare()
         staged = stage(adapter, self._layout, max_rank=self._max_rank, spare=memory)
-        report = _report(adapter, staged)
-        if key is not None and key == self._key(source, strict, rank):
-            base = base_state(staged, report, self._layout)
-            self.cache.put(key, Cached(staged, replace(report, cached=True), base))
-        return Prepared(staged, started, report)
+        return staged, _report(adapter, staged)
 
     def _key(self, source: Source | RawAdapter, strict: bool, rank: int | None) -> object:
         file = identity(source) if self.cache.limit else None
@@ -110,7 +125,7 @@ class Loader:
         if len(hub_ids) == 2 and ours.lower() != theirs.lower():
             warnings.warn(
                 f"adapter {adapter.source} was trained on {theirs}, but this model is {ours}",
-                stacklevel=5,
+                stacklevel=6,
             )
 
 

@@ -24,7 +24,7 @@ from lora_slots.attach.unroutable import refuse_unroutable
 from lora_slots.bank.bank import Bank
 from lora_slots.bank.buckets import RankBuckets, bucket_sizes
 from lora_slots.bank.rows import count_rows
-from lora_slots.bank.state import BankState
+from lora_slots.catalogue import Catalogue, CatalogueEntry
 from lora_slots.errors import (
     ArgumentError,
     AttachError,
@@ -35,11 +35,14 @@ from lora_slots.holding import HoldLock
 from lora_slots.inspecting.fitting import fit
 from lora_slots.layers.watch import listen
 from lora_slots.loading import CompressTo, Loader, Prepared
+from lora_slots.prefetching import Prefetch, Prefetcher
 from lora_slots.reading import RawAdapter, Source
-from lora_slots.report import ComponentStatus, LoadReport, ManagerStatus, SlotStatus
-from lora_slots.roster import Roster, check_name
+from lora_slots.report import LoadReport
+from lora_slots.roster import Roster, check_name, names_in
 from lora_slots.routing import Expand, Routing, Row, Turn
 from lora_slots.staging.staged import StagedAdapter
+from lora_slots.status import ManagerStatus, status_of
+from lora_slots.tally import Tally
 
 # An nn.Module, a mapping of names to modules, or a diffusers pipeline, which has no common base.
 Model = nn.Module | Mapping[str, nn.Module] | Any
@@ -96,6 +99,7 @@ class SlotManager:
         cache_bytes: How many bytes of adapters to keep on the host as they are written into slots,
             those used last, so that loading one again reads no file. A file is known by its path,
             inode, size and time of change, and is read again whenever one of these is another.
+            `prefetch` reads adapters into this cache.
         on_full: What a load does that finds no free slot, or too few free rows: ``"error"`` raises,
             ``"evict"`` unloads the adapters that were not used for longest, as few as it needs, but
             none that is active, routed or pinned. Any call that names an adapter uses it, and so
@@ -177,6 +181,9 @@ class SlotManager:
             routing=bool(routing),
         )
         self._loader = Loader(layout, max_rank=max_rank, cache_bytes=cache_bytes)
+        self._catalogue = Catalogue(max_rank)
+        self._prefetcher = Prefetcher()
+        self._tally = Tally()
         self._evicts = on_full == "evict"
         self._turn = Turn()
         # On the model, so that copies and pickles of it bring their manager along.
@@ -277,14 +284,15 @@ class SlotManager:
             HoldError: This thread holds.
         """
         self._lock.refuse_holder()  # an error here saves the reading
-        prepared = self._prepare(source, adapter_name, strict, compress_to, reuse=True)
+        self._check_usable()
+        self._make_room(adapter_name)  # and so does one here
+        prepared = self._prepare(source, strict, compress_to, reuse=True)
         with self._lock.changing():
             self._check_usable()
             roster, evicted = self._make_room(adapter_name, prepared.staged)
             roster = roster.with_loaded(adapter_name, weight=weight, activate=activate, pin=pin)
-            slot = roster[adapter_name].slot
-            self._bank.write({slot: prepared.staged}, roster)
-            return prepared.report(adapter_name, slot, evicted)
+            (report,) = self._enter(roster, {adapter_name: prepared}, evicted)
+            return report
 
     def check(
         self,
@@ -295,7 +303,9 @@ class SlotManager:
         compress_to: CompressTo = None,
     ) -> LoadReport:
         """What `load` would report, or the error it would raise. Writes nothing."""
-        prepared = self._prepare(source, adapter_name, strict, compress_to)
+        self._check_usable()
+        self._make_room(adapter_name)  # an error here saves the reading
+        prepared = self._prepare(source, strict, compress_to)
         self._check_usable()
         roster, evicted = self._make_room(adapter_name, prepared.staged)
         return prepared.report(adapter_name, roster.slot_for(adapter_name), evicted)
@@ -310,7 +320,87 @@ class SlotManager:
         """
         with self._lock.changing():
             self._check_usable()
-            self._bank.write({}, self._roster.without(adapter_name))
+            before = self._roster
+            roster = before.without(adapter_name)
+            self._bank.write({}, roster)
+            self._tally.changed(before, roster)
+
+    def add(
+        self,
+        adapter_name: str,
+        source: Source | RawAdapter,
+        *,
+        weight: float = 1.0,
+        strict: bool = True,
+        compress_to: CompressTo = None,
+    ) -> None:
+        """Say where an adapter is, so that it is loaded when it is needed. Reads nothing.
+
+        `set_adapters`, `route` and `routed` load what they name and is in no slot; `prefetch`
+        reads it before. A name that is loaded is used as it is, whatever the catalogue says.
+
+        Args:
+            adapter_name: Any non-empty string. A name that the catalogue has gets this source.
+            source: As for `load`. A file is read whenever the adapter is loaded and the host has
+                no copy; what `read_adapter` returned is kept.
+            weight: The multiplier that it is loaded with. `set_adapters` sets another one; what
+                `route` says multiplies it.
+            strict: As for `load`.
+            compress_to: As for `load`.
+
+        Raises:
+            ArgumentError: An argument has no meaning.
+        """
+        self._check_usable()
+        self._catalogue.add(adapter_name, CatalogueEntry(source, weight, strict, compress_to))
+
+    def remove(self, adapter_name: str) -> None:
+        """Take an adapter out of the catalogue. Where it is loaded it stays so.
+
+        Raises:
+            UnknownAdapterError: The catalogue has no such name.
+        """
+        self._check_usable()
+        self._catalogue.remove(adapter_name)
+
+    @property
+    def catalogue(self) -> Mapping[str, CatalogueEntry]:
+        """Where each adapter is that `add` was told of, in that order: a view, always up to date.
+
+        Take a ``dict`` of it where another thread may add while you go through it.
+        """
+        return self._catalogue.entries
+
+    def prefetch(self, adapter_names: str | Iterable[str]) -> Prefetch:
+        """Read adapters of the catalogue into the host cache, in background threads.
+
+        Returns at once, and never touches a slot. What is loaded is left out. An adapter that is
+        needed while it is being read is waited for, not read twice. One that cannot be read is no
+        matter until it is needed; then its file is read again, and the error raised if there still
+        is one. More adapters than ``cache_bytes`` has room for push out one another. Of a hub id
+        only the download is kept.
+
+        Args:
+            adapter_names: Names in the catalogue, those needed first in front.
+
+        Raises:
+            UnknownAdapterError: A name is neither in the catalogue nor loaded.
+            ArgumentError: ``cache_bytes`` is 0, or these are no names.
+        """
+        self._check_usable()
+        if not self._loader.cache.limit:
+            raise ArgumentError(
+                "prefetch keeps adapters in the host cache, which has no room; build the "
+                "SlotManager with cache_bytes, such as cache_bytes=1 << 30"
+            )
+        names = self._catalogue.missing(names_in(adapter_names), self._roster)
+        return self._prefetcher.submit(list(names), self._read_ahead)
+
+    def _read_ahead(self, adapter_name: str) -> None:
+        prepared = self._prepare_entry(self._catalogue[adapter_name])
+        self._loader.cache.check_size(prepared.staged)
+        if not prepared.cached:
+            self._tally.prefetched()
 
     def set_adapters(
         self,
@@ -319,16 +409,21 @@ class SlotManager:
     ) -> None:
         """Make these, and only these, adapters active, as diffusers means it.
 
+        Those of the catalogue that are in no slot are loaded first, as `load` does; what is seen
+        changes once, when all are there. If one cannot be loaded, nothing changes.
+
         Args:
-            adapter_names: Loaded names; none deactivates all.
+            adapter_names: Names that are loaded or in the catalogue; none deactivates all.
             weights: One multiplier for all, or one each; None: 1.0 each. There are no weights per
                 component or block.
 
         Raises:
-            UnknownAdapterError: A name is not loaded.
+            UnknownAdapterError: A name is neither loaded nor in the catalogue.
             ArgumentError: Names repeat, or the weights are not finite numbers, one for each.
+            LoraSlotsError: As `load` does, for what is loaded.
         """
-        self._update(lambda roster: roster.with_selected(adapter_names, weights))
+        names = names_in(adapter_names)
+        self._update(lambda roster: roster.with_selected(names, weights), names)
 
     def set_weight(self, adapter_name: str, weight: float) -> None:
         """Set the multiplier of an adapter's own scaling; 0 takes it out, nothing compounds.
@@ -353,23 +448,27 @@ class SlotManager:
         """Give each row of the next forwards adapters of its own, whatever is active.
 
         Other names in as many rows are other numbers in the same memory, and never recompile.
+        Adapters of the catalogue that are in no slot are loaded first, as in `set_adapters`.
 
         Args:
-            adapter_names: For each row of the leading dimension that layers see, a loaded name,
-                None for the base model, or a mapping of names to weights. The weights that the
-                adapters have multiply these. None: go back to `set_adapters`, for all rows alike.
+            adapter_names: For each row of the leading dimension that layers see, a name that is
+                loaded or in the catalogue, None for the base model, or a mapping of names to
+                weights. The weights that the adapters have multiply these. None: go back to
+                `set_adapters`, for all rows alike.
             expand: Where the model sees each row several times: ``"interleave"`` if those lie side
                 by side (0 0 1 1: beams, ``num_return_sequences``), ``"tile"`` if the whole batch is
                 repeated (0 1 0 1: classifier-free guidance).
 
         Raises:
-            UnknownAdapterError: A name is not loaded.
+            UnknownAdapterError: A name is neither loaded nor in the catalogue.
             ArgumentError: The rows have no meaning, or the manager was built without ``routing``.
                 A forward whose leading dimension is another raises it, too; compiled, torch does.
+            LoraSlotsError: As `load` does, for what is loaded.
         """
-        routing = self._routing_of(adapter_names, expand)
+        routing, names = self._routing_of(adapter_names, expand)
+        prepared = self._prepare_all(self._missing(names))
         with self._turn:
-            self._update(lambda roster: roster.with_routing(routing))
+            self._update(lambda roster: roster.with_routing(routing), names, prepared)
 
     @contextmanager
     def routed(
@@ -381,21 +480,29 @@ class SlotManager:
             UnknownAdapterError: As in `route`.
             ArgumentError: As in `route`.
         """
-        routing = self._routing_of(adapter_names, expand)
+        routing, names = self._routing_of(adapter_names, expand)
+        prepared = self._prepare_all(self._missing(names))
         with self._turn:
-            self._update(lambda roster: roster.with_routing(routing, nested=True))
+            self._update(lambda roster: roster.with_routing(routing, nested=True), names, prepared)
             try:
                 yield
             finally:
                 self._update(Roster.without_routing)
 
-    def _routing_of(self, adapter_names: Iterable[Row] | None, expand: Expand) -> Routing | None:
+    def _routing_of(
+        self, adapter_names: Iterable[Row] | None, expand: Expand
+    ) -> tuple[Routing | None, list[str]]:
+        """What to route, and the names in it."""
         self._check_usable()
+        self._lock.refuse_holder()
         if not self._bank.routing:
             raise ArgumentError(
                 "this SlotManager tells no rows apart; build it with routing=True to route"
             )
-        return None if adapter_names is None else Routing.of(adapter_names, expand)
+        if adapter_names is None:
+            return None, []
+        routing = Routing.of(adapter_names, expand)
+        return routing, routing.names
 
     @property
     def routes(self) -> tuple[Mapping[str, float], ...] | None:
@@ -433,6 +540,8 @@ class SlotManager:
     def no_recompile(self, *, allow_first: bool = False) -> AbstractContextManager[None]:
         """A context that raises where code is compiled in the calling thread.
 
+        What it raises is counted in ``status().counts.recompiles``.
+
         Args:
             allow_first: Whether code that was never compiled may be compiled.
 
@@ -444,7 +553,7 @@ class SlotManager:
         self._check_usable()
         from lora_slots import guard  # Dynamo takes seconds to import.
 
-        return guard.no_recompile(self._layout, allow_first=allow_first)
+        return self._tally.recompiles(guard.no_recompile(self._layout, allow_first=allow_first))
 
     def warmup(self, fn: Callable[[], object]) -> None:
         """Run ``fn`` once for each number of rows of ``rank_buckets``, so that all are compiled.
@@ -492,37 +601,19 @@ class SlotManager:
             )
 
     def status(self) -> ManagerStatus:
-        """What is loaded where, and what it costs. Reads names and sizes only."""
-        self._check_usable()
-        state = self._bank.state  # read once: another thread may change it
-        names = {entry.slot: name for name, entry in state.roster.entries.items()}
-        slots = [_slot_status(slot, names.get(slot), state) for slot in range(len(state.held))]
-        parts = dict.fromkeys(target.component for target in self._layout)
-        components = {part: self._component_status(part) for part in parts}
-        return ManagerStatus(
-            slots=tuple(slots),
-            enabled=state.roster.enabled,
-            max_rank=self._bank.max_rank,
-            components=components,
-            rank_budget=self._bank.rows,
-            free_rows=self._bank.rows - sum(map(len, state.rows.values())),
-        )
+        """What is in slots, on the host and in the catalogue, what it costs, and what happened.
 
-    def _component_status(self, component: str) -> ComponentStatus:
-        layers = [target.slots for target in self._layout if target.component == component]
-        named = [
-            (layer, name, buffer)
-            for layer in layers
-            for name in layer._buffers
-            if (buffer := layer.whole(name)) is not None
-        ]
-        buffers = [buffer for _, _, buffer in named]
-        large = [buffer for layer, name, buffer in named if name not in layer.float32]
-        return ComponentStatus(
-            modules=len(layers),
-            nbytes=sum(b.numel() * b.element_size() for b in buffers),
-            dtypes=tuple(dict.fromkeys(b.dtype for b in large)),
-            devices=tuple(dict.fromkeys(b.device for b in large)),
+        Reads names, sizes and counts only, at once and in any thread. Printed, it is a table.
+        """
+        self._check_usable()
+        return status_of(
+            self._bank.state,  # read once: another thread may change it
+            self._layout,
+            self._bank.max_rank,
+            self._loader.cache,
+            len(self._catalogue),
+            self._tally,
+            rows=self._bank.rows,
         )
 
     def detach(self) -> None:
@@ -535,6 +626,7 @@ class SlotManager:
             self._lock.alone(self._detach)
 
     def _detach(self) -> None:
+        self._prefetcher.stop()
         detach(self._layout)
         for owner in _owners(self._model):
             del vars(owner)[_ATTRIBUTE]
@@ -553,7 +645,6 @@ class SlotManager:
     def _prepare(
         self,
         source: Source | RawAdapter,
-        adapter_name: str,
         strict: bool,
         compress_to: CompressTo,
         *,
@@ -564,9 +655,14 @@ class SlotManager:
         refusals.refuse_freezing(self._modules)
         refusals.refuse_fast_path(self._layout)
         refusals.refuse_fused_projections(self._modules, self._layout)
-        self._make_room(adapter_name)  # an error here saves the reading
         spare = self._bank.take_spare if reuse else tuple
         return self._loader.prepare(source, strict=strict, compress_to=compress_to, spare=spare)
+
+    def _prepare_entry(self, entry: CatalogueEntry, *, reuse: bool = False) -> Prepared:
+        return self._prepare(entry.source, entry.strict, entry.compress_to, reuse=reuse)
+
+    def _prepare_all(self, entries: Mapping[str, CatalogueEntry]) -> dict[str, Prepared]:
+        return {name: self._prepare_entry(entry, reuse=True) for name, entry in entries.items()}
 
     def _make_room(
         self, adapter_name: str, staged: StagedAdapter | None = None
@@ -575,11 +671,74 @@ class SlotManager:
         check_name(adapter_name)
         return self._bank.make_room({adapter_name: staged}, evict=self._evicts)
 
-    def _update(self, change: Callable[[Roster], Roster]) -> None:
-        with self._lock.changing():
+    def _missing(self, adapter_names: Iterable[str]) -> dict[str, CatalogueEntry]:
+        """Those of these adapters that are not loaded."""
+        return self._catalogue.missing(adapter_names, self._roster)
+
+    def _changed(
+        self,
+        change: Callable[[Roster], Roster],
+        adapter_names: Iterable[str],
+        missing: Mapping[str, CatalogueEntry],
+        ready: Mapping[str, Prepared],
+    ) -> Roster:
+        """The roster after a change for which ``missing`` are loaded, and others may be evicted."""
+        roster = self._roster
+        for name, entry in missing.items():
+            roster = roster.with_new(name, weight=entry.weight)
+        roster = change(roster)
+        if not missing:
+            return roster
+        staged = {name: each.staged for name, each in ready.items() if name in missing}
+        wanted = dict.fromkeys(adapter_names) | staged
+        # What the change takes out of use may go.
+        roster, _ = self._bank.make_room(wanted, evict=self._evicts, roster=roster)
+        return roster.with_slots()
+
+    def _update(
+        self,
+        change: Callable[[Roster], Roster],
+        adapter_names: Collection[str] = (),
+        prepared: Mapping[str, Prepared] | None = None,
+    ) -> None:
+        """Load those of these adapters that are not, and change who is active: all or nothing.
+
+        Args:
+            change: What to make of a roster that has all of ``adapter_names``.
+            adapter_names: The adapters that it needs.
+            prepared: Those that are ready to be loaded.
+        """
+        self._lock.refuse_holder()
+        ready = dict(prepared or {})
+        while True:  # since others unload meanwhile
             self._check_usable()
-            refusals.refuse_fast_path(self._layout)
-            self._bank.set_weights(change(self._roster))
+            missing = self._missing(adapter_names)
+            unread = {name: entry for name, entry in missing.items() if name not in ready}
+            if unread:
+                self._changed(change, adapter_names, missing, ready)  # an error saves the reading
+                ready |= self._prepare_all(unread)
+            with self._lock.changing():
+                self._check_usable()
+                refusals.refuse_fast_path(self._layout)
+                missing = self._missing(adapter_names)
+                if missing.keys() <= ready.keys():
+                    roster = self._changed(change, adapter_names, missing, ready)
+                    self._enter(roster, {name: ready[name] for name in missing})
+                    return
+
+    def _enter(
+        self, roster: Roster, prepared: Mapping[str, Prepared], evicted: tuple[str, ...] = ()
+    ) -> list[LoadReport]:
+        """Bring the model to a roster, for which these were prepared; what is seen changes once."""
+        before = self._roster
+        if prepared:
+            staged = {roster[name].slot: each.staged for name, each in prepared.items()}
+            self._bank.write(staged, roster)
+        else:
+            self._bank.set_weights(roster)
+        reports = [each.report(name, roster[name].slot, evicted) for name, each in prepared.items()]
+        self._tally.changed(before, roster, reports)
+        return reports
 
     @property
     def _roster(self) -> Roster:
@@ -594,17 +753,6 @@ class SlotManager:
 def _owners(root: nn.Module) -> Iterable[nn.Module]:
     """The modules that know their manager: the root and all components."""
     return dict.fromkeys((root, *parts_of(root).values()))
-
-
-def _slot_status(slot: int, name: str | None, state: BankState) -> SlotStatus:
-    staged = state.held[slot]
-    if name is None or staged is None:
-        return SlotStatus(slot)
-    entry = state.roster[name]
-    return SlotStatus(
-        slot, name, staged.source, max(staged.ranks), entry.weight, entry.active,
-        len(staged.targets), entry.pinned,
-    )  # fmt: skip
 
 
 def _describe(root: nn.Module) -> str:

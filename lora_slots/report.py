@@ -64,96 +64,6 @@ class LoadReport:
 
 
 @dataclass(frozen=True)
-class SlotStatus:
-    """What one slot holds.
-
-    Attributes:
-        slot: Its number.
-        adapter_name: The adapter's name, or None if the slot is free.
-        source: Where the adapter was read from; empty if the slot is free.
-        rank: The adapter's largest rank.
-        weight: The user's multiplier.
-        active: Whether it is selected and its weight is not 0.
-        modules: How many target modules it adapts.
-        pinned: Whether it is never evicted.
-    """
-
-    slot: int
-    adapter_name: str | None = None
-    source: str = ""
-    rank: int = 0
-    weight: float = 0.0
-    active: bool = False
-    modules: int = 0
-    pinned: bool = False
-
-    def __str__(self) -> str:
-        """One line."""
-        if self.adapter_name is None:
-            return f"slot {self.slot}: free"
-        state = ("active" if self.active else "inactive") + ", pinned" * self.pinned
-        return (
-            f"slot {self.slot}: {self.adapter_name!r} {state}, weight {self.weight:g}, rank "
-            f"{self.rank}, {self.modules} modules, from {self.source}"
-        )
-
-
-@dataclass(frozen=True)
-class ComponentStatus:
-    """The buffers of one component of the model.
-
-    Attributes:
-        modules: How many target modules have slots.
-        nbytes: The size of their buffers in bytes.
-        dtypes: The dtypes of lora_A and lora_B.
-        devices: The devices that the buffers are on.
-    """
-
-    modules: int
-    nbytes: int
-    dtypes: tuple[torch.dtype, ...]
-    devices: tuple[torch.device, ...]
-
-    def __str__(self) -> str:
-        """One line."""
-        dtypes = ", ".join(str(dtype).removeprefix("torch.") for dtype in self.dtypes)
-        devices = ", ".join(map(str, self.devices))
-        nbytes = format_size(self.nbytes)
-        return f"{self.modules} modules, {nbytes} of buffers, {dtypes}, on {devices}"
-
-
-@dataclass(frozen=True)
-class ManagerStatus:
-    """What a manager holds now.
-
-    Attributes:
-        slots: One entry per slot.
-        enabled: Whether active adapters contribute; False after ``disable_adapters``.
-        max_rank: The largest rank of an adapter.
-        components: The buffers of each component, by its name; ``""`` for a single model.
-        rank_budget: How many rows the slots share.
-        free_rows: How many of them no adapter owns.
-    """
-
-    slots: tuple[SlotStatus, ...]
-    enabled: bool
-    max_rank: int
-    components: Mapping[str, ComponentStatus]
-    rank_budget: int = 0
-    free_rows: int = 0
-
-    def __str__(self) -> str:
-        """One line per slot and component."""
-        shared = ""
-        if self.rank_budget < len(self.slots) * self.max_rank:
-            shared = f" in {self.rank_budget} rows, {self.free_rows} of them free"
-        state = "enabled" if self.enabled else "disabled"
-        head = f"{len(self.slots)} slots of max_rank {self.max_rank}{shared}, adapters {state}"
-        components = (f"{name or 'model'}: {part}" for name, part in self.components.items())
-        return "\n".join([head, *map(str, self.slots), *components])
-
-
-@dataclass(frozen=True)
 class ModuleShape:
     """The sizes of a base layer, as an adapter's tensors tell them.
 
@@ -241,4 +151,6 @@ def format_range(values: Iterable[float]) -> str:
 
 def format_size(nbytes: int) -> str:
     """Bytes as text."""
+    if nbytes >= 1e9:
+        return f"{nbytes / 1e9:.1f} GB"
     return f"{nbytes / 1e6:.1f} MB" if nbytes >= 1e5 else f"{nbytes / 1e3:.1f} kB"

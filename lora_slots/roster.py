@@ -14,6 +14,9 @@ if TYPE_CHECKING:
     from lora_slots.routing import Routing, RowWeights
 
 
+NO_SLOT = -1
+
+
 @dataclass(frozen=True)
 class Entry:
     """A loaded adapter: its slot, the user's multiplier, whether it is selected, and may not go."""
@@ -124,6 +127,20 @@ class Roster:
         }
         return replace(self._using(adapter_name), entries=others | {adapter_name: entry})
 
+    def with_new(self, adapter_name: str, *, weight: float) -> Roster:
+        """Add an inactive adapter that is in no slot yet, until `with_slots`."""
+        entries = {**self.entries, adapter_name: Entry(NO_SLOT, weight, selected=False)}
+        return replace(self._using(adapter_name), entries=entries)
+
+    def with_slots(self) -> Roster:
+        """Put the adapters that are in no slot yet into the first free ones."""
+        roster = self
+        for name, entry in self.entries.items():
+            if entry.slot == NO_SLOT:
+                placed = {name: replace(entry, slot=roster.slot_for(name))}
+                roster = replace(roster, entries={**roster.entries, **placed})
+        return roster
+
     def without(self, adapter_name: str) -> Roster:
         """Remove a loaded adapter.
 
@@ -146,12 +163,7 @@ class Roster:
         self, adapter_names: str | Sequence[str], weights: float | Sequence[float] | None
     ) -> Roster:
         """Select these adapters, and only these, with these weights; None: 1.0 each."""
-        names = [adapter_names] if isinstance(adapter_names, str) else adapter_names
-        if not isinstance(names, Iterable):
-            raise ArgumentError(
-                f"adapter_names must be a name or a sequence of names, got {names!r}"
-            )
-        names = list(names)
+        names = names_in(adapter_names)
         for name in names:
             self[name]
         if len(set(names)) != len(names):
@@ -189,6 +201,12 @@ class Roster:
         """The weights of the slots for each row, if rows are told apart."""
         return None if self.routing is None else self.routing.by_slot(self.entries)
 
+    @property
+    def in_use(self) -> list[str]:
+        """The names of those that contribute."""
+        slots = self.slot_weights()
+        return [name for name, entry in self.entries.items() if entry.slot in slots]
+
     def slot_weights(self) -> dict[int, float]:
         """The weight of every slot that contributes; 1 where `row_weights` says how much."""
         if not self.enabled:
@@ -207,6 +225,18 @@ def check_name(adapter_name: object) -> None:
     """
     if not isinstance(adapter_name, str) or not adapter_name:
         raise ArgumentError(f"adapter_name must be a non-empty string, got {adapter_name!r}")
+
+
+def names_in(adapter_names: str | Iterable[str]) -> list[str]:
+    """One name or several, as a list.
+
+    Raises:
+        ArgumentError: It is neither.
+    """
+    names = [adapter_names] if isinstance(adapter_names, str) else adapter_names
+    if not isinstance(names, Iterable):
+        raise ArgumentError(f"adapter_names must be a name or a sequence of names, got {names!r}")
+    return list(names)
 
 
 def checked_weight(weight: object) -> float:

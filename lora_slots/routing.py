@@ -46,6 +46,11 @@ class Routing:
             raise ArgumentError("adapter_names must have an entry for each row, got none")
         return cls(rows, expand)
 
+    @property
+    def names(self) -> list[str]:
+        """The adapters that rows are given, each once."""
+        return list(dict.fromkeys(name for row in self.rows for name in row))
+
     def rows_of(self, adapter_name: str) -> list[int]:
         """The rows that an adapter is routed to."""
         return [number for number, row in enumerate(self.rows) if adapter_name in row]

@@ -126,7 +126,7 @@ def test_a_pin_stays_until_it_is_taken_or_its_adapter_is_unloaded():
     manager.set_adapters([])
     pinned = {slot.adapter_name: slot.pinned for slot in manager.status().slots}
     assert pinned == {"a": True, "b": False}
-    assert "'a' inactive, pinned, weight 2" in str(manager.status())
+    assert "'a' inactive, pinned, weight 2" in str(manager.status().slots[0])
     manager.load(toy_adapter(4), "b", activate=False)
     assert evicted_by_a_load(manager, "c") == ("b",)
     manager.load(toy_adapter(4, seed=2), "a", pin=False, activate=False)

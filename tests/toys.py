@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from lora_slots import LoraSlotsError, RawAdapter, SlotManager, read_adapter
+from lora_slots import Counts, LoraSlotsError, RawAdapter, SlotManager, read_adapter
 
 
 class ToyLayer(nn.Module):
@@ -231,7 +231,7 @@ class Snapshot:
     @classmethod
     def of(cls, manager: SlotManager, model: nn.Module) -> Snapshot:
         buffers = {name: buffer.clone() for name, buffer in slot_buffers(model).items()}
-        return cls(buffers, manager.loaded_adapters, manager.active_adapters, str(manager.status()))
+        return cls(buffers, manager.loaded_adapters, manager.active_adapters, holdings(manager))
 
     def assert_unchanged(self, manager: SlotManager, model: nn.Module) -> None:
         now = Snapshot.of(manager, model)
@@ -239,6 +239,14 @@ class Snapshot:
         for name, before in self.buffers.items():
             assert torch.equal(before, now.buffers[name]), name
         assert (now.loaded, now.active, now.status) == (self.loaded, self.active, self.status)
+
+
+def holdings(manager: SlotManager) -> str:
+    """The status, printed, less counts and times: those of an interrupted change may be missing."""
+    status = manager.status()
+    slots = tuple(replace(slot, swap_seconds=None, last_used=None) for slot in status.slots)
+    cache = replace(status.cache, hits=0, misses=0)
+    return str(replace(status, slots=slots, cache=cache, counts=Counts()))
 
 
 def slot_buffers(model: nn.Module) -> dict[str, Tensor]:

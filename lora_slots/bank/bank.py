@@ -128,11 +128,19 @@ class Bank:
             return ()
 
     def make_room(
-        self, wanted: Mapping[str, StagedAdapter | None], *, evict: bool
+        self,
+        wanted: Mapping[str, StagedAdapter | None],
+        *,
+        evict: bool,
+        roster: Roster | None = None,
     ) -> tuple[Roster, tuple[str, ...]]:
         """Make room for adapters that will be written under these names; see `Room.made_for`.
 
-        None stands for what is held under that name; for a new one, for an adapter without rows.
+        Args:
+            wanted: The adapters. None stands for what is held under that name; for a new one, for
+                an adapter without rows.
+            evict: Whether others may be evicted.
+            roster: Who is in use when they are written, if that is not who is now.
         """
         state = self.state
         needs = {}
@@ -141,7 +149,7 @@ class Bank:
             if staged is None and entry is not None:
                 staged = state.held[entry.slot]
             needs[name] = self._planner.need(staged)
-        return Room(state.roster, self.rows, state.rows).made_for(needs, evict=evict)
+        return Room(roster or state.roster, self.rows, state.rows).made_for(needs, evict=evict)
 
     def write(self, changes: Mapping[int, StagedAdapter], roster: Roster) -> None:
         """Replace what slots hold, empty those that are nobody's, and set all weights.
