@@ -10,6 +10,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any, Self
 
 import peft
 import psutil
@@ -20,7 +21,7 @@ import lora_slots
 
 OURS = "lora_slots"
 Spread = tuple[float, float, float]
-_COLUMNS = ("what", "contender", "ms", "quartiles", "ratio")
+_COLUMNS = ("what", "contender", "ms", "times lora_slots")
 
 
 @dataclass(frozen=True)
@@ -30,20 +31,32 @@ class Figure:
     Attributes:
         what: What every contender did.
         times: Of each contender, the median and the first and third quartile, in milliseconds.
+        ratios: Of each other contender, how many times as long as lora_slots it took: the same
+            three numbers of the ratios within a round, which a change of the machine's speed
+            between rounds does not touch.
         curve: The curve that this is a point of, by the name of its axis; empty: of none.
         at: Where on that axis.
         notes: What else was counted, such as graphs.
     """
 
     what: str
-    times: Mapping[str, Spread]
+    times: Mapping[str, Spread] = field(default_factory=dict)
+    ratios: Mapping[str, Spread] = field(default_factory=dict)
     curve: str = ""
     at: float = 0
     notes: Mapping[str, float] = field(default_factory=dict)
 
-    def ratio(self, name: str) -> float:
-        """How many times as long as lora_slots a contender took."""
-        return self.times[name][0] / self.times[OURS][0]
+    @classmethod
+    def of(cls, what: str, times: Mapping[str, Sequence[float]], **others: Any) -> Self:
+        """Summarise the times of every round, ``others`` as they are."""
+        ours = times[OURS]
+        ratios = {
+            name: spread([time / our for time, our in zip(each, ours, strict=True)])
+            for name, each in times.items()
+            if name != OURS
+        }
+        spreads = {name: spread(each) for name, each in times.items()}
+        return cls(what, spreads, ratios, **others)
 
 
 def spread(times: Sequence[float]) -> Spread:
@@ -54,22 +67,29 @@ def spread(times: Sequence[float]) -> Spread:
     return middle, low, high
 
 
-def rows_of(figures: Sequence[Figure]) -> Iterator[tuple[str, str, str, str, str]]:
-    """What a table says: what was done, by whom, in how many ms, quartiles and ratio to us."""
+def rows_of(figures: Sequence[Figure]) -> Iterator[tuple[str, ...]]:
+    """The rows of a table under ``_COLUMNS``."""
     for figure in figures:
         what = figure.what
-        for name, (middle, low, high) in figure.times.items():
-            ratio = "" if name == OURS or OURS not in figure.times else f"{figure.ratio(name):.3g}"
-            yield what, name, f"{middle:.3g}", f"{low:.3g} to {high:.3g}", ratio
+        for name, times in figure.times.items():
+            ratio = _shown(figure.ratios[name]) if name in figure.ratios else ""
+            yield what, name, _shown(times), ratio
             what = ""
         for name, count in figure.notes.items():
-            yield what, name, f"{count:.4g}", "", ""
+            yield what, name, f"{count:.4g}", ""
             what = ""
+
+
+def _shown(numbers: Spread) -> str:
+    middle, low, high = (
+        f"{number:.3g}" if number < 1000 else f"{number:.0f}" for number in numbers
+    )
+    return f"{middle} ({low} to {high})"
 
 
 def table_of(figures: Sequence[Figure]) -> Table:
     """The figures, for people: one row for each contender."""
-    table = Table(title="median and quartiles in ms; ratio to lora_slots")
+    table = Table(title="medians (quartiles)")
     for column in _COLUMNS:
         table.add_column(column, justify="left" if column in _COLUMNS[:2] else "right")
     for row in rows_of(figures):
@@ -86,7 +106,7 @@ def markdown_of(figures: Sequence[Figure], where: Mapping[str, str | int | float
         f"PEFT {where['peft']}, lora_slots {where['lora_slots']}.",
         "",
         "| " + " | ".join(_COLUMNS) + " |",
-        "|---|---|---:|---:|---:|",
+        "|---|---|---:|---:|",
     ]
     lines += ["| " + " | ".join(row) + " |" for row in rows_of(figures)]
     return "\n".join(lines) + "\n"

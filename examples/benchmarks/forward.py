@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from itertools import cycle
 from pathlib import Path
 
@@ -82,7 +83,11 @@ def by_rank(
 
 
 def swapped(
-    harness: Harness, manager: SlotManager, run: object, paths: dict[int, Path], x: Tensor
+    harness: Harness,
+    manager: SlotManager,
+    run: Callable[[Tensor], Tensor],
+    paths: dict[int, Path],
+    x: Tensor,
 ) -> Figure:
     """A forward right after a swap to another rank, and the graphs that swaps cost: none."""
     turns = cycle(paths.values())
@@ -94,7 +99,7 @@ def swapped(
     with counting_graphs() as counts:
         figure = harness.compare("load from disk, then forward", {OURS: swap_and_run})
     notes = {"graphs compiled": counts.compiled, "CUDA graphs recorded": counts.recorded}
-    return Figure(figure.what, figure.times, notes=notes)
+    return replace(figure, notes=notes)
 
 
 def eagerly(harness: Harness, weights: Weights, path: Path, x: Tensor) -> Figure:

@@ -13,7 +13,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from benchmarks.clocks import Clock
-from benchmarks.figures import Figure, spread
+from benchmarks.figures import Figure
 from benchmarks.models import Shape
 
 _WARM_UP = 2
@@ -62,7 +62,7 @@ class Harness:
                 elapsed = self.clock.milliseconds(run)
                 if number >= _WARM_UP:
                     times[name].append(elapsed)
-        return Figure(what, {name: spread(each) for name, each in times.items()}, curve, at)
+        return Figure.of(what, times, curve=curve, at=at)
 
     def input(self, shape: Shape, *leading: int) -> Tensor:
         """Random ``[*leading, hidden]``."""

@@ -12,6 +12,7 @@ from benchmarks.figures import OURS, Figure
 # Of the contenders that come up most, so that one colour means one of them in all pictures.
 _COLORS = {OURS: "C0", "lora_slots, rank_buckets": "C9", "base model": "C7"}
 _BAR = 0.24  # inches
+_SPAN = 10  # from here on, an axis is logarithmic
 
 
 def plot(figures: Sequence[Figure], path: Path, caption: str) -> None:
@@ -78,7 +79,8 @@ def _draw_bars(panel: Any, figures: Sequence[Figure], colors: dict[str, str]) ->
     panel.tick_params(axis="y", length=0)
     panel.invert_yaxis()
     panel.set_xscale("log")
-    panel.margins(x=0.12)
+    times = [time[0] for figure in figures for time in figure.times.values()]
+    panel.set_xlim(min(times) / 3, max(times) * 3)
     panel.set_xlabel("milliseconds, median and quartiles")
 
 
@@ -93,8 +95,12 @@ def _draw_curve(panel: Any, figures: Sequence[Figure], colors: dict[str, str]) -
     panel.set_xscale("symlog" if places[0] == 0 else "log", base=2)
     panel.set_xticks(places, [f"{place:g}" for place in places])
     panel.minorticks_off()
-    panel.set_ylim(bottom=0)
+    times = [time[0] for figure in figures for time in figure.times.values()]
+    if max(times) > _SPAN * min(times):
+        panel.set_yscale("log")
+    else:
+        panel.set_ylim(bottom=0)
     panel.set_xlabel(figures[0].curve)
     panel.set_ylabel("milliseconds")
-    panel.set_title(figures[-1].what.split(",")[0], fontsize=8)
+    panel.set_title(f"{figures[-1].what.split(',')[0]}, by {figures[0].curve}", fontsize=8)
     panel.legend(fontsize=6)

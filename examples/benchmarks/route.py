@@ -18,7 +18,6 @@ from lora_slots import SlotManager
 
 NAMES = [f"adapter{n}" for n in range(8)]
 RANK = 16
-TOKENS = (1, 64)
 NEW_LISTS = [NAMES[n:] + NAMES[:n] for n in (1, 2, 3)]
 MIXED = "PEFT adapter_names"
 EACH = "PEFT pass for each"
@@ -32,20 +31,27 @@ def run(harness: Harness) -> Iterator[Figure]:
         name: write_adapter(harness.root / name, shape, RANK, n) for n, name in enumerate(NAMES)
     }
     with torch.no_grad():
-        for tokens in TOKENS:
-            yield with_tokens(harness, weights, files, tokens)
+        yield with_tokens(harness, weights, files, tokens=1, new_lists=NEW_LISTS)
+        yield with_tokens(harness, weights, files, tokens=64, new_lists=[])
 
 
-def with_tokens(harness: Harness, weights: Weights, files: dict[str, Path], tokens: int) -> Figure:
-    """All contenders, compiled for ``[8, tokens, hidden]``."""
-    model = Model(weights).eval()
+def with_tokens(
+    harness: Harness,
+    weights: Weights,
+    files: dict[str, Path],
+    *,
+    tokens: int,
+    new_lists: list[list[str]],
+) -> Figure:
+    """All contenders, compiled for ``[8, tokens, hidden]``, and then given new lists of names."""
+    base, model = Model(weights).eval(), Model(weights).eval()
     manager = SlotManager(model, max_rank=RANK, num_slots=len(NAMES), routing=True)
     for name, path in files.items():
         manager.load(path, name)
     mixed_model, each_model = (_resident(weights, files, harness) for _ in range(2))
-    ours, mixed, single = (
+    alone, ours, mixed, single = (
         compiled(each, harness.device, backend=harness.backend)
-        for each in (model, mixed_model, each_model)
+        for each in (base, model, mixed_model, each_model)
     )
 
     def routed(x: Tensor, names: list[str]) -> Tensor:
@@ -65,6 +71,7 @@ def with_tokens(harness: Harness, weights: Weights, files: dict[str, Path], toke
         OURS: lambda x: routed(x, NAMES),
         MIXED: lambda x: mixed(x, adapter_names=NAMES),
         EACH: pass_for_each,
+        "base model, no adapters": alone,
     }
     for each in bar(runs.values(), f"compiling for {tokens} tokens each"):
         for _ in range(2):
@@ -75,7 +82,7 @@ def with_tokens(harness: Harness, weights: Weights, files: dict[str, Path], toke
         OURS: lambda names: routed(x, names),
         MIXED: lambda names: mixed(x, adapter_names=names),
     }
-    return replace(figure, notes=_graphs_for_new_lists(rivals, x, pass_for_each))
+    return replace(figure, notes=_graphs_for(rivals, new_lists))
 
 
 def _resident(weights: Weights, files: dict[str, Path], harness: Harness) -> PeftModel:
@@ -89,19 +96,18 @@ def _resident(weights: Weights, files: dict[str, Path], harness: Harness) -> Pef
     return model.eval()
 
 
-def _graphs_for_new_lists(
-    rivals: dict[str, Callable[[list[str]], Tensor]],
-    x: Tensor,
-    pass_for_each: Callable[[Tensor], Tensor],
+def _graphs_for(
+    rivals: dict[str, Callable[[list[str]], Tensor]], lists: list[list[str]]
 ) -> dict[str, float]:
-    """How many graphs each rival compiles, and records, for three lists of names never seen."""
+    """How many graphs each rival compiles, and records, for lists of names never seen."""
     notes: dict[str, float] = {}
+    if not lists:
+        return notes
     for name, rival in rivals.items():
         with counting_graphs() as counts:
-            for names in bar(NEW_LISTS, f"new names, {name}"):
+            for names in bar(lists, f"new names, {name}"):
                 rival(names)
-        what = f"graphs compiled for {len(NEW_LISTS)} new lists of names, {name}"
-        notes[what] = counts.compiled
+        notes[f"graphs for {len(lists)} new lists of names, {name}"] = counts.compiled
         if counts.recorded:
-            notes[what.replace("compiled", "recorded")] = counts.recorded
+            notes[f"CUDA graphs for them, {name}"] = counts.recorded
     return notes

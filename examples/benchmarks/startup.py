@@ -9,7 +9,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from torch._inductor.utils import fresh_cache
 
-from benchmarks.figures import OURS, Figure, spread
+from benchmarks.figures import OURS, Figure
 from benchmarks.harness import Harness, bar
 from benchmarks.models import Model, base_weights, check_equal, compiled, peft_model, write_adapter
 from lora_slots import SlotManager
@@ -59,7 +59,5 @@ def compiling(harness: Harness) -> Figure:
                     first = compiled(model, harness.device, backend=harness.backend)
                     times[name].append(harness.clock.milliseconds(lambda first=first: first(x)))
     # The first round also imports what compiling needs.
-    return Figure(
-        "first compile of a block, and a forward",
-        {name: spread(each[1:]) for name, each in times.items()},
-    )
+    counted = {name: each[1:] for name, each in times.items()}
+    return Figure.of("first compile of a block, and a forward", counted)
