@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from peft import PeftModel
+from peft import PeftConfig, PeftModel
 from torch import Tensor, nn
 
 from benchmarks.figures import OURS, Figure
@@ -64,7 +64,7 @@ def run(harness: Harness, paths: Sequence[Path]) -> Iterator[Figure]:
     models: list[Callable[[Tensor], Tensor]] = [disk_model, cache_model]
     loads: dict[str, Callable[[Path], Any]] = {OURS: disk.load, f"{OURS}, cached": cache.load}
     if all((path / "adapter_config.json").is_file() for path in paths):
-        theirs = PeftModel.from_pretrained(model(), str(paths[0]), "0").eval()
+        theirs = _peft(model(), paths[0], harness)
         models.append(theirs)
         loads[PEFT] = _replacing(theirs, harness)
     for path in bar(paths, "compared"):
@@ -76,13 +76,32 @@ def run(harness: Harness, paths: Sequence[Path]) -> Iterator[Figure]:
     yield harness.compare(f"load of {len(paths)} adapters in turn", runs)
 
 
+def _peft(model: Linears, path: Path, harness: Harness) -> PeftModel:
+    config = PeftConfig.from_pretrained(str(path))
+    # A task would ask for more than the linears.
+    config.task_type = None
+    return PeftModel.from_pretrained(
+        model,
+        str(path),
+        "0",
+        config=config,
+        autocast_adapter_dtype=False,
+        torch_device=harness.device.type,
+    ).eval()
+
+
 def _replacing(model: PeftModel, harness: Harness) -> Callable[[Path], None]:
     """What PEFT has for adapters of any rank and any modules, where nothing is compiled."""
     turn = 0
 
     def load(path: Path) -> None:
         nonlocal turn
-        model.load_adapter(str(path), str(turn + 1), torch_device=harness.device.type)
+        model.load_adapter(
+            str(path),
+            str(turn + 1),
+            autocast_adapter_dtype=False,
+            torch_device=harness.device.type,
+        )
         model.set_adapter(str(turn + 1))
         model.delete_adapter(str(turn))
         turn += 1
