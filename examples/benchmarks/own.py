@@ -27,6 +27,7 @@ class Linears(nn.Module):
     ) -> None:
         """Make a linear, ``(in, out)``, for every name."""
         super().__init__()
+        self.sizes = sizes
         torch.manual_seed(0)
         for name, (inputs, outputs) in sizes.items():
             parent: nn.Module = self
@@ -40,8 +41,9 @@ class Linears(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """``[n]``, at least as long as the widest input, to ``[sum of out]``."""
-        linears = (each for each in self.modules() if hasattr(each, "in_features"))
-        return torch.cat([linear(x[: linear.in_features]) for linear in linears])
+        return torch.cat(
+            [self.get_submodule(name)(x[:inputs]) for name, (inputs, _) in self.sizes.items()]
+        )
 
 
 def run(harness: Harness, paths: Sequence[Path]) -> Iterator[Figure]:
