@@ -78,6 +78,8 @@ def main() -> None:
     elif not parts:
         parts = list(PARTS)
     device = device_for(options.device)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
     large, small, routed = (
         replace(shape, layers=options.layers or shape.layers) for shape in (LARGE, FORWARD, ROUTE)
     )

@@ -27,7 +27,7 @@ from lora_slots import SlotManager
 
 ROWS = 128
 RANKS = (8, 32, 64, 128)
-BUCKETS = "lora_slots, rank_buckets"
+WHOLE = "lora_slots, no rank_buckets"
 
 
 def run(harness: Harness) -> Iterator[Figure]:
@@ -53,33 +53,33 @@ def by_rank(
     buckets = SlotManager(low, max_rank=ROWS, rank_buckets="auto")
     padded = peft_model(Model(weights), paths[ROWS], device, padded_to=ROWS)
     exact = {rank: peft_model(Model(weights), path, device) for rank, path in paths.items()}
-    models = {OURS: whole, BUCKETS: low, "base model": base, "PEFT padded": padded}
+    models = {OURS: low, WHOLE: whole, "base model": base, "PEFT padded": padded}
     runs = {
         name: compiled(model, device, backend=harness.backend) for name, model in models.items()
     }
     unpadded = {
         rank: compiled(model, device, backend=harness.backend) for rank, model in exact.items()
     }
-    buckets.warmup(lambda: runs[BUCKETS](x))
+    buckets.warmup(lambda: runs[OURS](x))
     for run in bar([*runs.values(), *unpadded.values()], "compiling"):
         # On a GPU the first call warms up, and the second records.
         for _ in range(2):
             run(x)
-    check_equal([runs["base model"], runs[OURS], runs[BUCKETS]], x)
+    check_equal([runs["base model"], runs[OURS], runs[WHOLE]], x)
     rounds = 4 * harness.rounds
     base_only = {name: run for name, run in runs.items() if name != "PEFT padded"}
     yield harness.compare(
         "forward, nothing loaded", calls(base_only, x), rounds=rounds, curve="rank in use", at=0
     )
     for rank, path in paths.items():
-        hotswap_adapter(padded, str(path), "default", torch_device=device.type)
+        hotswap_adapter(padded, str(path), "default", torch_device=str(device))
         one.load(path)
         buckets.load(path)
         rivals = runs | {"PEFT at its rank": unpadded[rank]}
         check_equal([run for name, run in rivals.items() if name != "base model"], x)
         what = f"forward, rank {rank} of {ROWS}"
         yield harness.compare(what, calls(rivals, x), rounds=rounds, curve="rank in use", at=rank)
-    yield swapped(harness, one, runs[OURS], paths, x)
+    yield swapped(harness, buckets, runs[OURS], paths, x)
 
 
 def swapped(

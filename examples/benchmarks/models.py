@@ -162,7 +162,7 @@ def peft_model(
 ) -> PeftModel:
     """PEFT's side: one adapter, as it is, or prepared for hotswapping up to a rank."""
     wrapped = PeftModel.from_pretrained(
-        model, str(first), autocast_adapter_dtype=False, torch_device=device.type
+        model, str(first), autocast_adapter_dtype=False, torch_device=str(device)
     )
     if padded_to is not None:
         prepare_model_for_compiled_hotswap(

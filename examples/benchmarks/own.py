@@ -88,7 +88,7 @@ def _peft(model: Linears, path: Path, harness: Harness) -> PeftModel:
         "0",
         config=config,
         autocast_adapter_dtype=False,
-        torch_device=harness.device.type,
+        torch_device=str(harness.device),
     ).eval()
 
 
@@ -102,7 +102,7 @@ def _replacing(model: PeftModel, harness: Harness) -> Callable[[Path], None]:
             str(path),
             str(turn + 1),
             autocast_adapter_dtype=False,
-            torch_device=harness.device.type,
+            torch_device=str(harness.device),
         )
         model.set_adapter(str(turn + 1))
         model.delete_adapter(str(turn))

@@ -10,7 +10,7 @@ from typing import Any
 from benchmarks.figures import OURS, Figure
 
 # Of the contenders that come up most, so that one colour means one of them in all pictures.
-_COLORS = {OURS: "C0", "lora_slots, rank_buckets": "C9", "base model": "C7"}
+_COLORS = {OURS: "C0", "lora_slots, no rank_buckets": "C9", "base model": "C7"}
 _BAR = 0.24  # inches
 _SPAN = 10  # from here on, an axis is logarithmic
 

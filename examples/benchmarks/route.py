@@ -89,10 +89,10 @@ def _resident(weights: Weights, files: dict[str, Path], harness: Harness) -> Pef
     """PEFT with all adapters loaded."""
     first, *others = NAMES
     model = PeftModel.from_pretrained(
-        Model(weights), str(files[first]), first, torch_device=harness.device.type
+        Model(weights), str(files[first]), first, torch_device=str(harness.device)
     )
     for name in others:
-        model.load_adapter(str(files[name]), name, torch_device=harness.device.type)
+        model.load_adapter(str(files[name]), name, torch_device=str(harness.device))
     return model.eval()
 
 

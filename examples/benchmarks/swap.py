@@ -40,7 +40,7 @@ def run(harness: Harness) -> Iterator[Figure]:
 
 def hotswap(model: PeftModel, harness: Harness, paths: list[Path]) -> Run:
     """PEFT's swap to the next of ``paths``."""
-    device = harness.device.type
+    device = str(harness.device)
     return alternating(
         lambda path: hotswap_adapter(model, str(path), "default", torch_device=device), paths
     )

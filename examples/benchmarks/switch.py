@@ -19,7 +19,7 @@ def run(harness: Harness) -> Iterator[Figure]:
     hot = peft_model(Model(weights), files[0], device, padded_to=64)
     resident = peft_model(Model(weights), files[0], device)
     resident.load_adapter(
-        str(files[1]), "other", torch_device=device.type, autocast_adapter_dtype=False
+        str(files[1]), "other", torch_device=str(device), autocast_adapter_dtype=False
     )
     model = Model(weights).eval()
     manager = SlotManager(model, max_rank=64, num_slots=2)
