@@ -92,6 +92,9 @@ def test_graphs_that_are_compiled_and_recorded_are_counted_and_nothing_else():
         with callback_handler.install_callbacks(CallbackTrigger.LAZY_BACKWARD, "0/0"):
             pass
     assert (counts.compiled, counts.recorded) == (1, 1)
+    assert counts.notes(CPU) == {"graphs compiled": 1}
+    on_gpu = {"graphs compiled, here": 1, "CUDA graphs recorded, here": 1}
+    assert counts.notes(torch.device("cuda"), ", here") == on_gpu
     with counting_graphs() as later:
         pass
     assert (later.compiled, later.recorded) == (0, 0)

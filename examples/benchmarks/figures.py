@@ -21,7 +21,7 @@ import lora_slots
 
 OURS = "lora_slots"
 Spread = tuple[float, float, float]
-_COLUMNS = ("what", "contender", "ms", "times lora_slots")
+_COLUMNS = ("what", "contender", "ms, or as named", "times lora_slots")
 
 
 @dataclass(frozen=True)

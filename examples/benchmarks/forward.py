@@ -98,8 +98,7 @@ def swapped(
 
     with counting_graphs() as counts:
         figure = harness.compare("load from disk, then forward", {OURS: swap_and_run})
-    notes = {"graphs compiled": counts.compiled, "CUDA graphs recorded": counts.recorded}
-    return replace(figure, notes=notes)
+    return replace(figure, notes=counts.notes(harness.device))
 
 
 def eagerly(harness: Harness, weights: Weights, path: Path, x: Tensor) -> Figure:

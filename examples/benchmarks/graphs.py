@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+import torch
 from torch._dynamo.callback import CallbackArgs, CallbackTrigger, callback_handler
 
 
@@ -20,6 +21,13 @@ class GraphCounts:
 
     compiled: int = 0
     recorded: int = 0
+
+    def notes(self, device: torch.device, when: str = "") -> dict[str, float]:
+        """Both by their names, or only what ``device`` can have; ``when`` is added to the names."""
+        notes: dict[str, float] = {f"graphs compiled{when}": self.compiled}
+        if device.type == "cuda":
+            notes[f"CUDA graphs recorded{when}"] = self.recorded
+        return notes
 
 
 @contextmanager

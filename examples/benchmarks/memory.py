@@ -96,8 +96,7 @@ def growth(harness: Harness) -> Figure:
     notes = {
         "MB resident after a tenth": resident[len(resident) // 10] / _MB,
         "MB resident at the end": resident[-1] / _MB,
-        "graphs compiled": counts.compiled,
-        "CUDA graphs recorded": counts.recorded,
+        **counts.notes(harness.device),
     }
     tenths = {OURS: times[-tenth:], f"{OURS}, first tenth": times[:tenth]}
     return Figure.of(f"{harness.swaps} swaps from disk, ranks 4 to 32", tenths, notes=notes)

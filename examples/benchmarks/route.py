@@ -82,7 +82,7 @@ def with_tokens(
         OURS: lambda names: routed(x, names),
         MIXED: lambda names: mixed(x, adapter_names=names),
     }
-    return replace(figure, notes=_graphs_for(rivals, new_lists))
+    return replace(figure, notes=_graphs_for(rivals, new_lists, harness.device))
 
 
 def _resident(weights: Weights, files: dict[str, Path], harness: Harness) -> PeftModel:
@@ -97,17 +97,15 @@ def _resident(weights: Weights, files: dict[str, Path], harness: Harness) -> Pef
 
 
 def _graphs_for(
-    rivals: dict[str, Callable[[list[str]], Tensor]], lists: list[list[str]]
+    rivals: dict[str, Callable[[list[str]], Tensor]],
+    lists: list[list[str]],
+    device: torch.device,
 ) -> dict[str, float]:
-    """How many graphs each rival compiles, and records, for lists of names never seen."""
+    """How many graphs each rival makes for lists of names never seen."""
     notes: dict[str, float] = {}
-    if not lists:
-        return notes
-    for name, rival in rivals.items():
+    for name, rival in rivals.items() if lists else ():
         with counting_graphs() as counts:
             for names in bar(lists, f"new names, {name}"):
                 rival(names)
-        notes[f"graphs for {len(lists)} new lists of names, {name}"] = counts.compiled
-        if counts.recorded:
-            notes[f"CUDA graphs for them, {name}"] = counts.recorded
+        notes |= counts.notes(device, f" for {len(lists)} new lists of names, {name}")
     return notes
