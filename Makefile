@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo styles test lint docs bench adapters clean
+.PHONY: demo styles test lint docs bench figures adapters clean
 
 demo: .venv/.demo  ## hot-swap four adapters in a compiled SmolLM2, beside PEFT
 	$(BIN)/python examples/quickstart.py
@@ -24,6 +24,12 @@ docs: .venv/.dev  ## build the documentation into site/
 
 bench: .venv/.demo  ## the figures of the README, beside PEFT's
 	$(BIN)/python examples/bench.py
+
+figures: .venv/.dev  ## measure what docs/benchmarks.md shows again, on this machine
+	for part in swap switch forward route memory startup; do \
+	  $(BIN)/python examples/bench.py $$part --json docs/benchmarks/$$part.json \
+	    --plot docs/benchmarks/$$part.svg --table docs/benchmarks/$$part.md || exit 1; \
+	done
 
 adapters: .venv/.demo  ## train the example adapters again
 	$(BIN)/python examples/train_adapters.py

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from functools import partial
 from pathlib import Path
 
 import bench
@@ -11,6 +12,7 @@ import pytest
 import quickstart
 import torch
 import train_adapters
+from benchmarks import route, startup
 
 pytestmark = pytest.mark.slow
 
@@ -35,7 +37,8 @@ def test_the_quickstart_shows_right_answers_and_no_recompile(
 
 
 @pytest.mark.parametrize(
-    ("part", "figures"), [("swap", 17), ("switch", 1), ("forward", 5), ("startup", 2)]
+    ("part", "figures"),
+    [("swap", 18), ("switch", 1), ("forward", 7), ("route", 2), ("memory", 2), ("startup", 2)],
 )
 def test_the_benchmark_compares_outputs_and_writes_json(
     part: str, figures: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -43,20 +46,25 @@ def test_the_benchmark_compares_outputs_and_writes_json(
     tiny = {"layers": 1, "hidden": 64, "mlp": 96}
     monkeypatch.setattr(bench, "LARGE", bench.Shape(**tiny, dtype=torch.bfloat16))
     monkeypatch.setattr(bench, "FORWARD", bench.Shape(**tiny, dtype=torch.float32))
-    monkeypatch.setattr(bench, "MANY", bench.Shape(**tiny, dtype=torch.bfloat16))
+    monkeypatch.setattr(bench, "ROUTE", bench.Shape(**tiny, dtype=torch.float32))
+    monkeypatch.setattr(route, "NEW_LISTS", route.NEW_LISTS[:1])
+    monkeypatch.setattr(startup, "COMPILES", 1)
     # Eagerly, so that the compile takes seconds; everything else is real.
-    compile_ = torch.nn.Module.compile
-    monkeypatch.setattr(
-        torch.nn.Module, "compile", lambda self, **kw: compile_(self, backend="eager")
-    )
+    monkeypatch.setattr(bench, "Harness", partial(bench.Harness, backend="eager"))
     output = tmp_path / "bench.json"
-    monkeypatch.setattr(sys, "argv", ["bench.py", part, "--rounds", "2", "--json", str(output)])
+    few = ["--rounds", "2", "--swaps", "30", "--json", str(output)]
+    monkeypatch.setattr(sys, "argv", ["bench.py", part, *few])
     bench.main()
     result = json.loads(output.read_text())
     assert result["environment"]["torch"] == torch.__version__
+    assert part in result["environment"]["command"]
     assert len(result["figures"]) == figures
     times = [each for figure in result["figures"] for each in figure["times"].values()]
     assert all(middle > 0 for middle, _, _ in times)
+    notes = {name: n for figure in result["figures"] for name, n in figure["notes"].items()}
+    graphs = {name: n for name, n in notes.items() if "graphs" in name and "PEFT" not in name}
+    assert set(graphs.values()) <= {0}
+    assert bool(graphs) == (part in ("forward", "route", "memory"))
 
 
 def test_the_benchmark_takes_the_users_own_adapters(
@@ -64,11 +72,17 @@ def test_the_benchmark_takes_the_users_own_adapters(
 ) -> None:
     own = [str(bench_adapters / name) for name in ("pirate", "robot")]
     output = tmp_path / "bench.json"
-    monkeypatch.setattr(sys, "argv", ["bench.py", *own, "--rounds", "2", "--json", str(output)])
+    few = ["--rounds", "2", "--json", str(output)]
+    monkeypatch.setattr(sys, "argv", ["bench.py", "swap", *own, *few])
     bench.main()
     (figure,) = json.loads(output.read_text())["figures"]
     assert figure["what"] == "load of 2 adapters in turn"
-    assert figure["times"].keys() == {"lora_slots", "lora_slots, cached"}
+    assert figure["times"].keys() == {
+        "lora_slots",
+        "lora_slots, cached",
+        "PEFT load, set, delete",
+        "memcpy of its bytes",
+    }
 
 
 def test_an_adapter_can_be_trained_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

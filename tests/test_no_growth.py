@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import gc
+import statistics
+import time
 import weakref
 from pathlib import Path
 
+import psutil
+import pytest
 import torch
 from torch import Tensor, nn
 from toys import toy, toy_adapter, toy_folder
@@ -57,3 +61,23 @@ def _tensors_held() -> tuple[int, int]:
     tensors = [t for t in tensors if t.layout is torch.strided]
     storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
     return len(tensors), sum(storages.values())
+
+
+@pytest.mark.slow
+def test_ten_thousand_swaps_leave_memory_and_speed_as_they_were(tmp_path):
+    manager = SlotManager(toy(), max_rank=8, num_slots=2, cache_bytes=4096)
+    folders = [toy_folder(tmp_path / str(rank), rank, seed=rank) for rank in range(1, 9)]
+    process, seconds = psutil.Process(), []
+    for swap in range(10_000):
+        if swap == 2_000:
+            tensors, objects = _tensors_held(), len(gc.get_objects())
+            resident = process.memory_info().rss
+        started = time.perf_counter()
+        manager.load(folders[swap % len(folders)], f"slot {swap % 2}")
+        seconds.append(time.perf_counter() - started)
+    assert _tensors_held() == tensors
+    assert abs(len(gc.get_objects()) - objects) < 500
+    assert process.memory_info().rss - resident < 8e6
+    # The quickest tenth of each: what other processes take is not in it.
+    early, late = (statistics.quantiles(s, n=10)[0] for s in (seconds[1000:2000], seconds[-1000:]))
+    assert late < 1.5 * early

@@ -1,0 +1,97 @@
+"""Buffers have no element too many, and a load needs at most twice the adapter beside them."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from benchmarks.models import Model, Shape, base_weights, write_adapter
+from torch import nn
+
+from lora_slots import SlotManager
+
+WIDE = Shape(layers=8, hidden=1024, mlp=2752, dtype=torch.float32)
+RANK = 64
+
+# A process of its own, whose high-water mark nothing else raised.
+LOAD = """
+import resource, sys
+import psutil, torch
+from benchmarks.models import Model, Shape, base_weights
+from lora_slots import SlotManager
+
+def mark():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+torch.set_num_threads(1)
+small, large, extra = sys.argv[1], sys.argv[2], int(sys.argv[3])
+shape = Shape(layers=8, hidden=1024, mlp=2752, dtype=torch.float32)
+model = Model(base_weights(shape, torch.device("cpu"), alike=True))
+manager = SlotManager(model, max_rank=64)
+for buffer in model.buffers():
+    buffer.fill_(1).zero_()  # so that its pages are there
+manager.load(small)  # imports what loading needs
+before = psutil.Process().memory_info().rss
+assert mark() < before + 40e6, (mark(), before)
+if extra:
+    copies = [torch.ones(extra, dtype=torch.uint8)]
+report = manager.load(large)
+print(mark() - before, report.nbytes)
+"""
+
+
+@pytest.fixture(scope="module")
+def adapters(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    root = tmp_path_factory.mktemp("adapters")
+    return [write_adapter(root / str(rank), WIDE, rank, rank) for rank in (1, RANK)]
+
+
+def test_the_peak_of_a_load_is_at_most_twice_the_adapter(adapters):
+    peak, nbytes = peak_of_load(adapters)
+    assert nbytes > 30e6
+    assert 0.9 * nbytes < peak < 2 * nbytes + 4e6, (peak, nbytes)
+
+
+def test_the_peak_shows_a_copy_too_many(adapters):
+    peak, nbytes = peak_of_load(adapters, extra=int(120e6))
+    assert peak > 2.5 * nbytes
+
+
+def peak_of_load(adapters: list[Path], extra: int = 0) -> tuple[int, int]:
+    """How far a load raises the high-water mark of its process, and the adapter's bytes."""
+    examples = Path(__file__).parents[1] / "examples"
+    done = subprocess.run(
+        [sys.executable, "-c", LOAD, *map(str, adapters), str(extra)],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=120,
+        env=os.environ | {"PYTHONPATH": f"{examples}:{examples.parent}"},
+    )
+    peak, nbytes = done.stdout.split()
+    return int(peak), int(nbytes)
+
+
+@pytest.mark.parametrize(("max_rank", "num_slots"), [(1, 1), (7, 3), (64, 2)])
+def test_buffers_have_the_elements_of_their_rows_and_scaling(max_rank, num_slots):
+    shape = Shape(layers=2, hidden=24, mlp=40, dtype=torch.bfloat16)
+    model = Model(base_weights(shape, torch.device("cpu")))
+    before = {name for name, _ in model.named_buffers()}
+    SlotManager(model, max_rank=max_rank, num_slots=num_slots)
+    rows = max_rank * num_slots
+    for layer in model.layers:
+        for name, (inputs, outputs) in shape.linears.items():
+            slots = layer.get_submodule(name).lora_slots
+            sizes = {n: (b.numel(), b.dtype) for n, b in slots.named_buffers()}
+            assert sizes == {
+                "lora_A": (rows * inputs, torch.bfloat16),
+                "lora_B": (rows * outputs, torch.bfloat16),
+                "scaling": (rows, torch.float32),
+            }
+    added = {name for name, _ in model.named_buffers()} - before
+    assert len(added) == 3 * 2 * len(shape.linears)
+    assert all(isinstance(p, nn.Parameter) for p in model.parameters())
