@@ -134,7 +134,7 @@ def _report(adapter: Adapter, staged: StagedAdapter) -> LoadReport:
         adapter_name="",
         slot=-1,
         source=adapter.source,
-        rank=max(staged.ranks),
+        rank=staged.rank,
         modules=tuple(module.path for module in adapter.modules),
         skipped=adapter.skipped,
         scaling={m.path: m.scaling for m in adapter.modules if m.lora_A is not None},

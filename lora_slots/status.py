@@ -214,7 +214,7 @@ def _slot(slot: int, name: str | None, state: BankState, tally: Tally) -> SlotSt
         slot=slot,
         adapter_name=name,
         source=staged.source,
-        rank=max(staged.ranks),
+        rank=staged.rank,
         weight=entry.weight,
         active=entry.active,
         modules=len(staged.targets),

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import operator
 from collections import defaultdict
 from collections.abc import Sequence
+from typing import TypeGuard, cast
 
 import torch
 from torch import Tensor
@@ -35,58 +37,49 @@ class Buffers:
         """Copies and pickles have buffers of their own."""
         return vars(self) | {"_known": [], "_bits": []}
 
-    def of(self, target: int) -> Tensor:
-        """All rows of the buffer of one layer."""
-        buffer = self._layers[target].whole(self._name)
-        assert buffer is not None
-        return buffer
+    def of(self, targets: Sequence[int]) -> list[Tensor]:
+        """All rows of the buffers of some layers."""
+        self._look_up()
+        return [cast("Tensor", self._known[target]) for target in targets]
 
     def copy(self, rows: StagedRows, starts: Sequence[int]) -> None:
         """Write ``rows``, those of each target from its row in ``starts`` on."""
-        buffers, bits = self._look_up()
-        into, values, bits_into, bits_values = [], [], [], []
-        for target, start, value, value_bits in zip(
-            rows.targets, starts, rows.rows, rows.bits, strict=True
-        ):
-            own = bits[target]
-            buffer = buffers[target]
-            assert buffer is not None
-            if own is None or value_bits is None or buffer.dtype != value.dtype:
-                into.append(buffer.narrow(0, start, value.shape[0]))
-                values.append(value)
-            else:
-                bits_into.append(own[start : start + len(value_bits)])
-                bits_values.append(value_bits)
-        copy_bits(bits_into, bits_values)
-        _copy_by_torch(into, values)
-        _count([buffers[target] for target in rows.targets])
+        buffers = self.of(rows.targets)
+        bits = [self._bits[target] for target in rows.targets]
+        places = list(zip(starts, map(operator.add, starts, rows.counts), strict=True))
+        values = rows.bits
+        as_staged = [buffer.dtype for buffer in buffers] == rows.dtypes
+        if as_staged and _all_there(bits) and _all_there(values):
+            copy_bits([own[a:b] for own, (a, b) in zip(bits, places, strict=True)], values)
+        else:
+            into = [own[a:b] for own, (a, b) in zip(buffers, places, strict=True)]
+            _copy_by_torch(into, rows.rows)
+        # As torch's own operations in place do: autograd may have saved a buffer.
+        torch.autograd.graph.increment_version(buffers)
 
     def zero(self, targets: Sequence[int], firsts: Sequence[int], lasts: Sequence[int]) -> None:
         """Zero rows ``first : last`` of each target."""
         if not targets:
             return
-        buffers, bits = self._look_up()
-        into, bits_into = [], []
-        for target, first, last in zip(targets, firsts, lasts, strict=True):
-            own = bits[target]
-            buffer = buffers[target]
-            assert buffer is not None
-            if own is None:
-                into.append(buffer.narrow(0, first, last - first))
-            else:
-                bits_into.append(own[first:last])
-        zero_bits(bits_into)
-        if into:
-            torch._foreach_zero_(into)
-        _count([buffers[target] for target in targets])
+        buffers = self.of(targets)
+        bits = [self._bits[target] for target in targets]
+        places = list(zip(firsts, lasts, strict=True))
+        if _all_there(bits):
+            zero_bits([own[a:b] for own, (a, b) in zip(bits, places, strict=True)])
+        else:
+            torch._foreach_zero_([own[a:b] for own, (a, b) in zip(buffers, places, strict=True)])
+        torch.autograd.graph.increment_version(buffers)
 
-    def _look_up(self) -> tuple[list[Tensor | None], list[Bits | None]]:
-        """Every buffer, and its memory where that is the host's; ``.to()`` may change both."""
+    def _look_up(self) -> None:
+        """Find every buffer, and its memory where that is the host's; ``.to()`` may change both."""
         buffers = [layer.whole(self._name) for layer in self._layers]
         if len(buffers) != len(self._known) or not all(map(operator.is_, buffers, self._known)):
-            self._known = buffers
             self._bits = [None if buffer is None else as_bits(buffer) for buffer in buffers]
-        return self._known, self._bits
+            self._known = buffers
+
+
+def _all_there(bits: Sequence[Bits | None]) -> TypeGuard[Sequence[Bits]]:
+    return not any(map(operator.is_, bits, itertools.repeat(None)))
 
 
 def copy_bits(into: Sequence[Bits], values: Sequence[Bits]) -> None:
@@ -115,8 +108,3 @@ def zero_bits(into: Sequence[Bits]) -> None:
     """Fill arrays with zeros."""
     for own in into:
         own[:] = 0
-
-
-def _count(buffers: Sequence[Tensor | None]) -> None:
-    """Do as torch's own operations in place: autograd may have saved a buffer."""
-    torch.autograd.graph.increment_version([buffer for buffer in buffers if buffer is not None])

@@ -51,7 +51,7 @@ class Planner:
 
     def need(self, staged: StagedAdapter | None) -> int:
         """How many rows by rank an adapter owns."""
-        rank = 0 if staged is None else max(staged.ranks)
+        rank = 0 if staged is None else staged.rank
         return min(-(-rank // self.granule) * self.granule, self.max_rank)
 
     def plan(

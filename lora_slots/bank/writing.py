@@ -77,10 +77,10 @@ class RowWriter:
         rows = {}
         for name, own in staged.rows.items():
             starts = self._starts(slot, name, own.targets, state)
-            whole = [self._buffers[name].of(target) for target in own.targets]
+            buffers = self._buffers[name].of(own.targets)
             copies = (
                 buffer[start : start + count].clone()
-                for buffer, start, count in zip(whole, starts, own.counts, strict=True)
+                for buffer, start, count in zip(buffers, starts, own.counts, strict=True)
             )
             rows[name] = StagedRows(own.targets, tuple(copies))
         return replace(staged, rows=rows, blocks=())
@@ -90,8 +90,8 @@ class RowWriter:
         begin = _begin(slot, name, state)
         if begin is not None:
             return [begin] * len(targets)
-        buffers = self._buffers[name]
-        return [slot * (buffers.of(target).shape[0] // self._num_slots) for target in targets]
+        buffers = self._buffers[name].of(targets)
+        return [slot * (buffer.shape[0] // self._num_slots) for buffer in buffers]
 
 
 def _begin(slot: int, name: str, state: BankState) -> int | None:

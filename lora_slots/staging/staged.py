@@ -42,6 +42,11 @@ class StagedRows:
         return tuple(part.shape[0] for part in self.rows)
 
     @functools.cached_property
+    def dtypes(self) -> list[torch.dtype]:
+        """The dtype of each of ``rows``."""
+        return [part.dtype for part in self.rows]
+
+    @functools.cached_property
     def bits(self) -> tuple[Bits | None, ...]:
         """The memory of each of ``rows``, where it is the host's."""
         return tuple(map(as_bits, self.rows))
@@ -69,6 +74,11 @@ class StagedAdapter:
     ranks: tuple[int, ...]
     rows: Mapping[str, StagedRows]
     blocks: tuple[Tensor, ...] = ()
+
+    @functools.cached_property
+    def rank(self) -> int:
+        """The largest of ``ranks``."""
+        return max(self.ranks)
 
     @property
     def nbytes(self) -> int:
