@@ -1,0 +1,275 @@
+"""A Ray Serve deployment: each replica has a compiled model whose rows have adapters of their own.
+
+    serve run lora_server:build adapters=/path/to/adapters replicas=2
+
+The model id of a request, which Serve routes by, is the name of a folder in there; without one the
+base model answers. See docs/ray.md, and serve_ray.py for a demonstration on one machine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import threading
+import time
+from collections.abc import AsyncIterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from contextvars import Context
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import torch
+from pydantic import BaseModel, Field, NonNegativeInt, PositiveInt, ValidationError
+from ray import serve
+from served_model import NextToken, load_model
+from starlette.requests import Request
+from starlette.responses import Response
+from torch._dynamo.utils import counters
+
+from lora_slots import ArgumentError, LoraSlotsError, SlotManager, UnknownAdapterError
+
+SLOTS = 3  # adapters that a replica has room for
+MAX_RANK = 32
+ROWS = 8  # of every forward
+WINDOW = 64  # tokens of every row
+
+Row = tuple[str | None, Sequence[int]]  # an adapter's name, and tokens
+
+
+class Prompt(BaseModel):
+    """What a client sends."""
+
+    tokens: Annotated[list[NonNegativeInt], Field(min_length=1, max_length=WINDOW)]
+    new_tokens: PositiveInt = 1
+
+
+class Completion(BaseModel):
+    """What it gets: the likeliest tokens, the log-probability of each, and who found them."""
+
+    tokens: list[int]
+    logprobs: list[float]
+    replica: str
+
+
+@dataclass(frozen=True)
+class ReplicaReport:
+    """What a replica has done since it was ready.
+
+    Attributes:
+        replica: Its id.
+        forwards: How often the model ran.
+        rows: The rows in them that requests had asked for.
+        mixed: The forwards with several adapters, or with one and the base model.
+        loads: How often an adapter was loaded.
+        recompiles: How many graphs were compiled.
+        loaded_adapters: Those in slots now.
+    """
+
+    replica: str
+    forwards: int
+    rows: int
+    mixed: int
+    loads: int
+    recompiles: int
+    loaded_adapters: tuple[str, ...]
+
+
+class Adapter:
+    """An adapter in its slot, which stays there while requests use it.
+
+    Serve keeps these objects, and calls `__del__` of the one asked for least recently to make room.
+    """
+
+    def __init__(self, manager: SlotManager, name: str) -> None:
+        """Stand for the adapter ``name``, which is loaded."""
+        self._manager, self._name = manager, name
+        self._changed = threading.Condition()
+        self._users = 0
+        self._evicted = False
+
+    def acquire(self) -> bool:
+        """Keep it in its slot until `release`; False if it is on its way out already."""
+        with self._changed:
+            self._users += not self._evicted
+            return not self._evicted
+
+    def release(self) -> None:
+        """Let it go."""
+        with self._changed:
+            self._users -= 1
+            self._changed.notify_all()
+
+    def __del__(self) -> None:
+        """Empty the slot once nobody uses it. Serve calls this in a thread, Python once more."""
+        with self._changed:
+            if self._evicted:
+                return
+            self._evicted = True
+            self._changed.wait_for(lambda: self._users == 0)
+        self._manager.unload(self._name)
+
+
+@serve.deployment(max_ongoing_requests=4 * ROWS)
+class LoraServer:
+    """One replica.
+
+    Serve chooses the replica, decides which adapters it shall have, and gathers rows. The manager
+    puts adapters into slots and gives every row of a forward its own.
+    """
+
+    def __init__(self, adapters: str, model: str = "tiny", backend: str = "inductor") -> None:
+        """Load and compile the model; no request comes before that is done.
+
+        Args:
+            adapters: The folder of all adapters, the same for every replica.
+            model: As for `load_model`.
+            backend: The backend of `torch.compile`.
+        """
+        self.folder = Path(adapters)
+        self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        base = load_model(model).to(self.device)
+        self.vocabulary = base.config.vocab_size
+        self.manager = SlotManager(base, max_rank=MAX_RANK, num_slots=SLOTS, routing=True)
+        self.model = torch.compile(NextToken(base), backend=backend, fullgraph=True, dynamic=False)
+        self.forwards = self.rows = self.mixed = self.loads = 0
+        self.loading: set[asyncio.Task[Adapter]] = set()
+        # All forwards in one thread: graphs are compiled, and watched, for the thread they run in.
+        self.thread = ThreadPoolExecutor(1)
+        self.thread.submit(self.warm_up).result()
+
+    def warm_up(self) -> None:
+        """Compile the one graph, and measure it."""
+        self.forward([], allow_first=True)
+        started = time.perf_counter()
+        self.forward([])
+        # So that those who wait for the running forward can join those who came before them.
+        self.next_token.set_batch_wait_timeout_s(time.perf_counter() - started)
+        self.graphs_at_first = counters["stats"]["unique_graphs"]
+
+    async def __call__(self, request: Request) -> Response:
+        """`complete` over HTTP: a `Prompt` as JSON for a `Completion` as JSON, or an error as text."""
+        try:
+            answer = await self.complete(Prompt.model_validate_json(await request.body()))
+        except (ValidationError, LoraSlotsError) as error:
+            kinds = {UnknownAdapterError: 404, ArgumentError: 422, ValidationError: 422}
+            return Response(str(error), status_code=kinds.get(type(error), 500))
+        return Response(answer.model_dump_json(), media_type="application/json")
+
+    async def complete(self, prompt: Prompt) -> Completion:
+        """Continue a prompt with the adapter that the request is for, token by token.
+
+        Raises:
+            UnknownAdapterError: There is no such adapter.
+            ArgumentError: The tokens are not the model's, or are too many.
+            LoraSlotsError: The adapter cannot be loaded.
+        """
+        if max(prompt.tokens) >= self.vocabulary:
+            raise ArgumentError(f"tokens must be below {self.vocabulary}, got {max(prompt.tokens)}")
+        if len(prompt.tokens) + prompt.new_tokens > WINDOW + 1:
+            raise ArgumentError(
+                f"a prompt of {len(prompt.tokens)} tokens leaves room for "
+                f"{WINDOW + 1 - len(prompt.tokens)} new ones, got new_tokens={prompt.new_tokens}"
+            )
+        name = serve.get_multiplexed_model_id() or None
+        tokens, logprobs = list(prompt.tokens), []
+        async with self.using(name):
+            for _ in range(prompt.new_tokens):
+                # Serve parts batches by the model id in the context; here rows may differ.
+                step = asyncio.create_task(self.next_token((name, tokens)), context=Context())
+                token, logprob = await step
+                tokens.append(token)
+                logprobs.append(logprob)
+        replica = serve.get_replica_context().replica_id.unique_id
+        return Completion(tokens=tokens[len(prompt.tokens) :], logprobs=logprobs, replica=replica)
+
+    @asynccontextmanager
+    async def using(self, name: str | None) -> AsyncIterator[None]:
+        """Keep an adapter in its slot; load it first if need be."""
+        if name is None:
+            yield
+            return
+        self.path_of(name)  # an error here evicts nothing
+        while True:
+            # A client that goes away must not leave a load half done.
+            load = asyncio.create_task(self.adapter(name))
+            self.loading.add(load)
+            load.add_done_callback(self.loading.discard)
+            adapter = await asyncio.shield(load)
+            if adapter.acquire():  # else Serve evicted it meanwhile
+                break
+        try:
+            yield
+        finally:
+            adapter.release()
+
+    def path_of(self, name: str) -> Path:
+        """Where an adapter lies. Names come from clients, so that they must not be paths."""
+        path = self.folder / name
+        if not re.fullmatch(r"\w[\w.-]*", name) or not path.is_dir():
+            raise UnknownAdapterError(f"the server has no adapter of that name, got {name!r}")
+        return path
+
+    @serve.multiplexed(max_num_models_per_replica=SLOTS)
+    async def adapter(self, name: str) -> Adapter:
+        """Load an adapter into a free slot, which forwards do not notice."""
+        await asyncio.to_thread(self.manager.load, self.path_of(name), name, activate=False)
+        self.loads += 1
+        return Adapter(self.manager, name)
+
+    @serve.batch(max_batch_size=ROWS)
+    async def next_token(self, rows: list[Row]) -> list[tuple[int, float]]:
+        """The next token of every row, and its log-probability."""
+        self.forwards += 1
+        self.rows += len(rows)
+        self.mixed += len({name for name, _ in rows}) > 1
+        return await asyncio.get_running_loop().run_in_executor(self.thread, self.forward, rows)
+
+    @torch.no_grad()
+    def forward(self, rows: list[Row], *, allow_first: bool = False) -> list[tuple[int, float]]:
+        """One forward, always of the same shape: what is missing are rows of the base model."""
+        names = [name for name, _ in rows] + [None] * (ROWS - len(rows))
+        tokens = torch.zeros(ROWS, WINDOW, dtype=torch.int64)
+        last = torch.zeros(ROWS, dtype=torch.int64)
+        for number, (_, row) in enumerate(rows):
+            tokens[number, : len(row)] = torch.tensor(row)
+            last[number] = len(row) - 1
+        with (
+            self.manager.routed(names),
+            self.manager.hold(),
+            self.manager.no_recompile(allow_first=allow_first),
+        ):
+            logprobs, best = self.model(tokens.to(self.device), last.to(self.device))
+            return list(zip(best.tolist(), logprobs.tolist(), strict=True))[: len(rows)]
+
+    async def report(self) -> ReplicaReport:
+        """What this replica has done; ask all with ``handle.broadcast("report")``."""
+        return ReplicaReport(
+            replica=serve.get_replica_context().replica_id.unique_id,
+            forwards=self.forwards,
+            rows=self.rows,
+            mixed=self.mixed,
+            loads=self.loads,
+            recompiles=counters["stats"]["unique_graphs"] - self.graphs_at_first,
+            loaded_adapters=self.manager.loaded_adapters,
+        )
+
+
+class Options(BaseModel):
+    """What `build` is given: the arguments of `LoraServer`, and what each replica gets."""
+
+    adapters: str
+    model: str = "tiny"
+    backend: str = "inductor"
+    replicas: PositiveInt = 1
+    gpus: float = 0
+
+
+def build(options: Options) -> serve.Application:
+    """The application, for `serve.run` and for ``serve run lora_server:build``."""
+    server = LoraServer.options(
+        num_replicas=options.replicas,
+        ray_actor_options={"num_cpus": 1, "num_gpus": options.gpus},
+    )
+    return server.bind(options.adapters, options.model, options.backend)
