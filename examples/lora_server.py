@@ -30,17 +30,19 @@ from torch._dynamo.utils import counters
 
 from lora_slots import ArgumentError, LoraSlotsError, SlotManager, UnknownAdapterError
 
-SLOTS = 3  # adapters that a replica has room for
+SLOTS = 4  # adapters that a replica has room for
 MAX_RANK = 32
 ROWS = 8  # of every forward
 WINDOW = 64  # tokens of every row
 
+MODEL_ID = "serve_multiplexed_model_id"  # the header that Serve reads
 Row = tuple[str | None, Sequence[int]]  # an adapter's name, and tokens
 
 
 class Prompt(BaseModel):
-    """What a client sends."""
+    """What a client sends. Its adapter must be the model id of the request that Serve routes by."""
 
+    adapter: str | None = None  # None: the base model
     tokens: Annotated[list[NonNegativeInt], Field(min_length=1, max_length=WINDOW)]
     new_tokens: PositiveInt = 1
 
@@ -149,7 +151,7 @@ class LoraServer:
         self.graphs_at_first = counters["stats"]["unique_graphs"]
 
     async def __call__(self, request: Request) -> Response:
-        """`complete` over HTTP: a `Prompt` as JSON for a `Completion` as JSON, or an error as text."""
+        """`complete` over HTTP: takes and gives JSON, or the text of an error."""
         try:
             answer = await self.complete(Prompt.model_validate_json(await request.body()))
         except (ValidationError, LoraSlotsError) as error:
@@ -162,27 +164,37 @@ class LoraServer:
 
         Raises:
             UnknownAdapterError: There is no such adapter.
-            ArgumentError: The tokens are not the model's, or are too many.
+            ArgumentError: The tokens are not the model's, or are too many; or Serve was told to
+                route by another name.
             LoraSlotsError: The adapter cannot be loaded.
         """
-        if max(prompt.tokens) >= self.vocabulary:
-            raise ArgumentError(f"tokens must be below {self.vocabulary}, got {max(prompt.tokens)}")
-        if len(prompt.tokens) + prompt.new_tokens > WINDOW + 1:
-            raise ArgumentError(
-                f"a prompt of {len(prompt.tokens)} tokens leaves room for "
-                f"{WINDOW + 1 - len(prompt.tokens)} new ones, got new_tokens={prompt.new_tokens}"
-            )
-        name = serve.get_multiplexed_model_id() or None
+        self.check(prompt)
         tokens, logprobs = list(prompt.tokens), []
-        async with self.using(name):
+        async with self.using(prompt.adapter):
             for _ in range(prompt.new_tokens):
                 # Serve parts batches by the model id in the context; here rows may differ.
-                step = asyncio.create_task(self.next_token((name, tokens)), context=Context())
-                token, logprob = await step
+                row = self.next_token((prompt.adapter, tokens))
+                token, logprob = await asyncio.create_task(row, context=Context())
                 tokens.append(token)
                 logprobs.append(logprob)
         replica = serve.get_replica_context().replica_id.unique_id
         return Completion(tokens=tokens[len(prompt.tokens) :], logprobs=logprobs, replica=replica)
+
+    def check(self, prompt: Prompt) -> None:
+        """Refuse what would go wrong later, for all rows of a batch, or unnoticed."""
+        routed, room = serve.get_multiplexed_model_id() or None, WINDOW + 1 - len(prompt.tokens)
+        if prompt.adapter != routed:
+            raise ArgumentError(
+                f"the prompt's adapter must be the model id that Serve routed by ({MODEL_ID} in "
+                f"HTTP), got {prompt.adapter!r} and {routed!r}"
+            )
+        if max(prompt.tokens) >= self.vocabulary:
+            raise ArgumentError(f"tokens must be below {self.vocabulary}, got {max(prompt.tokens)}")
+        if prompt.new_tokens > room:
+            raise ArgumentError(
+                f"new_tokens must be at most {room} after {len(prompt.tokens)} tokens, got "
+                f"{prompt.new_tokens}"
+            )
 
     @asynccontextmanager
     async def using(self, name: str | None) -> AsyncIterator[None]:

@@ -12,6 +12,7 @@ compared with PEFT's for the same files.
 from __future__ import annotations
 
 import argparse
+import logging
 import os
 import random
 import tempfile
@@ -20,7 +21,6 @@ import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
 
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # read when Ray is imported
@@ -28,7 +28,7 @@ os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # read when Ray is import
 import ray
 import requests
 import torch
-from lora_server import SLOTS, WINDOW, Completion, Options, ReplicaReport, build
+from lora_server import MODEL_ID, SLOTS, WINDOW, Completion, Options, Prompt, ReplicaReport, build
 from peft import LoraConfig, PeftModel, get_peft_model
 from ray import serve
 from ray.serve.handle import DeploymentHandle
@@ -39,16 +39,7 @@ from served_model import load_model
 from transformers import PreTrainedModel
 
 console = Console()
-MODEL_ID = "ray_serve_multiplexed_model_id"  # the header by which Serve routes
-
-
-@dataclass(frozen=True)
-class Question:
-    """A request: an adapter's name or None, a prompt, and how many tokens to add."""
-
-    adapter: str | None
-    tokens: tuple[int, ...]
-    new_tokens: int
+logging.getLogger("ray.serve").setLevel(logging.ERROR)
 
 
 @contextmanager
@@ -73,14 +64,19 @@ def serving(options: Options, port: int = 8000) -> Iterator[DeploymentHandle]:
         ray.shutdown()
 
 
-def ask(question: Question, port: int = 8000) -> Completion:
-    """Send one request, and wait for the answer."""
-    body = {"tokens": question.tokens, "new_tokens": question.new_tokens}
-    headers = {} if question.adapter is None else {MODEL_ID: question.adapter}
-    response = requests.post(f"http://127.0.0.1:{port}", json=body, headers=headers, timeout=600)
+def ask(prompt: Prompt, port: int = 8000) -> Completion:
+    """Send one request, and wait for the answer.
+
+    Raises:
+        RuntimeError: The server refused it.
+    """
+    response = requests.post(
+        f"http://127.0.0.1:{port}", data=prompt.model_dump_json(), timeout=600,
+        headers={MODEL_ID: prompt.adapter or ""},
+    )  # fmt: skip
     if not response.ok:
-        raise RuntimeError(f"the server refused {question}: {response.text}")
-    return Completion.model_validate(response.json())
+        raise RuntimeError(f"{response.status_code}: {response.text}")
+    return Completion.model_validate_json(response.content)
 
 
 class Oracle:
@@ -96,39 +92,41 @@ class Oracle:
         self.model.eval()
 
     @torch.no_grad()
-    def difference(self, question: Question, answer: Completion) -> float:
+    def difference(self, prompt: Prompt, answer: Completion) -> float:
         """The largest difference of a log-probability; infinite if the tokens are others."""
-        tokens = torch.tensor([[*question.tokens, *answer.tokens]])
-        if question.adapter is None:
+        tokens = torch.tensor([[*prompt.tokens, *answer.tokens]])
+        if prompt.adapter is None:
             with self.model.disable_adapter():
                 logits = self.model(tokens[:, :-1]).logits
         else:
-            self.model.set_adapter(question.adapter)
+            self.model.set_adapter(prompt.adapter)
             logits = self.model(tokens[:, :-1]).logits
-        logprobs, best = logits[0, len(question.tokens) - 1 :].log_softmax(-1).max(-1)
+        logprobs, best = logits[0, len(prompt.tokens) - 1 :].log_softmax(-1).max(-1)
         if best.tolist() != answer.tokens:
             return float("inf")
         return (logprobs - torch.tensor(answer.logprobs)).abs().max().item()
 
 
-def write_adapters(folder: Path, count: int = 8) -> None:
+def write_adapters(folder: Path, count: int = 12) -> None:
     """Let PEFT write random adapters of several ranks and layers for the tiny model."""
     for number in range(count):
-        torch.manual_seed(number + 1)
         targets = [["q_proj", "v_proj"], "all-linear"][number % 2]
         config = LoraConfig(
             r=2 ** (number % 4 + 1), target_modules=targets, init_lora_weights=False
         )
-        get_peft_model(load_model("tiny"), config).save_pretrained(folder / f"adapter-{number}")
+        model = load_model("tiny")
+        torch.manual_seed(number + 1)
+        get_peft_model(model, config).save_pretrained(folder / f"adapter-{number}")
 
 
-def questions(names: Sequence[str], count: int, vocabulary: int) -> list[Question]:
-    """Random prompts for random adapters, one in eight for the base model."""
+def prompts(names: Sequence[str], count: int, vocabulary: int) -> list[Prompt]:
+    """Random prompts, one in eight for the base model; of adapters, the first are liked best."""
     dice = random.Random(0)
+    popularity = [1 / rank for rank in range(1, len(names) + 1)]
     return [
-        Question(
-            None if dice.random() < 1 / 8 else dice.choice(names),
-            tuple(dice.choices(range(vocabulary), k=dice.randint(4, WINDOW // 2))),
+        Prompt(
+            adapter=None if dice.random() < 1 / 8 else dice.choices(names, popularity)[0],
+            tokens=dice.choices(range(vocabulary), k=dice.randint(4, WINDOW // 2)),
             new_tokens=8,
         )
         for _ in range(count)
@@ -138,8 +136,8 @@ def questions(names: Sequence[str], count: int, vocabulary: int) -> list[Questio
 def show(reports: Sequence[ReplicaReport], answers: Sequence[Completion], seconds: float) -> None:
     """One line for each replica."""
     table = Table(title=f"{len(answers)} requests in {seconds:.1f} s, {len(reports)} replicas")
-    for column in ("replica", "requests", "tokens\nper s", "forwards", "rows per\nforward",
-                   "with several\nadapters", "adapters\nloaded", "recom-\npiles"):  # fmt: skip
+    for column in ("replica", "re-\nquests", "tokens\nper s", "for-\nwards", "rows per\nforward",
+                   "of several\nadapters", "loads", "recom-\npiles"):  # fmt: skip
         table.add_column(column, justify="left" if column == "replica" else "right")
     for report in reports:
         own = [answer for answer in answers if answer.replica == report.replica]
@@ -167,7 +165,7 @@ def main(
     """
     oracle = Oracle(load_model(options.model), Path(options.adapters))
     vocabulary = oracle.model.config.vocab_size
-    asked = questions(oracle.names, requests_, vocabulary)
+    asked = prompts(oracle.names, requests_, vocabulary)
     with ExitStack() as stack:
         with console.status("starting Ray, and compiling the model in every replica"):
             handle = stack.enter_context(serving(options, port))
@@ -177,20 +175,17 @@ def main(
         )
         started = time.perf_counter()
         with ThreadPoolExecutor(clients) as pool:
-            sent = pool.map(lambda question: ask(question, port), asked)
+            sent = pool.map(lambda prompt: ask(prompt, port), asked)
             what = f"{clients} clients"
             answers = list(track(sent, what, total=len(asked), console=console))
         seconds = time.perf_counter() - started
         reports = handle.broadcast("report").results()
         show(reports, answers, seconds)
         pairs = zip(asked, answers, strict=True)
-        difference = max(oracle.difference(question, answer) for question, answer in pairs)
+        difference = max(oracle.difference(prompt, answer) for prompt, answer in pairs)
         console.print(f"largest difference of a log-probability to PEFT's: {difference:.1e}")
         if stay:
-            console.print(
-                f"curl -H '{MODEL_ID}: {oracle.names[0]}' -d '{{\"tokens\": [1, 2, 3]}}' "
-                f"http://127.0.0.1:{port}   (ctrl-C stops the server)"
-            )
+            console.print("ctrl-C stops the server")
             threading.Event().wait()
     console.print("stopped")
     return reports, difference
