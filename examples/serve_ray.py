@@ -186,7 +186,8 @@ def main(
         console.print(f"largest difference of a log-probability to PEFT's: {difference:.1e}")
         if stay:
             console.print("ctrl-C stops the server")
-            threading.Event().wait()
+            with suppress(KeyboardInterrupt):
+                threading.Event().wait()
     console.print("stopped")
     return reports, difference
 
@@ -204,7 +205,7 @@ if __name__ == "__main__":
     parser.add_argument("--port", type=int, default=8000)
     parser.add_argument("--stay", action="store_true", help="keep serving until ctrl-C")
     args = parser.parse_args()
-    with tempfile.TemporaryDirectory() as scratch, suppress(KeyboardInterrupt):
+    with tempfile.TemporaryDirectory() as scratch:
         if args.adapters is None:
             write_adapters(Path(scratch))
         main(

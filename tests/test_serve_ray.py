@@ -222,7 +222,7 @@ def test_ctrl_c_stops_all_processes(tmp_path):
     serve_ray.write_adapters(tmp_path, 2)
     command = [sys.executable, f"{EXAMPLES}/serve_ray.py", "--replicas=1", "--backend=eager"]
     command += [f"--adapters={tmp_path}", "--requests=8", f"--port={free_port()}", "--stay"]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)
     try:
         lines = []
         for line in process.stdout:
@@ -232,7 +232,7 @@ def test_ctrl_c_stops_all_processes(tmp_path):
         assert "difference" in "".join(lines)
         started = psutil.Process(process.pid).children(recursive=True)
         assert any("raylet" in child.name() for child in started)
-        process.send_signal(signal.SIGINT)
+        os.killpg(process.pid, signal.SIGINT)  # as a terminal does
         rest, _ = process.communicate(timeout=60)
         assert "stopped" in rest
         assert process.returncode == 0
