@@ -12,7 +12,7 @@ import asyncio
 import re
 import threading
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from contextvars import Context
@@ -278,8 +278,9 @@ class Options(BaseModel):
     gpus: float = 0
 
 
-def build(options: Options) -> serve.Application:
-    """The application, for `serve.run` and for ``serve run lora_server:build``."""
+def build(options: Options | Mapping[str, str]) -> serve.Application:
+    """The application, for `serve.run`; for ``serve run lora_server:build``, from strings."""
+    options = Options.model_validate(options)
     server = LoraServer.options(
         num_replicas=options.replicas,
         ray_actor_options={"num_cpus": 1, "num_gpus": options.gpus},
