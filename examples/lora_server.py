@@ -12,13 +12,13 @@ import asyncio
 import re
 import threading
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from contextvars import Context
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, TypeVar
 
 import torch
 from pydantic import BaseModel, Field, NonNegativeInt, PositiveInt, ValidationError
@@ -36,6 +36,7 @@ ROWS = 8  # of every forward
 WINDOW = 64  # tokens of every row
 
 MODEL_ID = "serve_multiplexed_model_id"  # the header that Serve reads
+T = TypeVar("T")
 Row = tuple[str | None, Sequence[int]]  # an adapter's name, and tokens
 
 
@@ -86,7 +87,8 @@ class Adapter:
 
     def __init__(self, manager: SlotManager, name: str) -> None:
         """Stand for the adapter ``name``, which is loaded."""
-        self._manager, self._name = manager, name
+        self.name = name
+        self._manager = manager
         self._changed = threading.Condition()
         self._users = 0
         self._evicted = False
@@ -110,7 +112,7 @@ class Adapter:
                 return
             self._evicted = True
             self._changed.wait_for(lambda: self._users == 0)
-        self._manager.unload(self._name)
+        self._manager.unload(self.name)
 
 
 @serve.deployment(max_ongoing_requests=4 * ROWS)
@@ -136,7 +138,7 @@ class LoraServer:
         self.manager = SlotManager(base, max_rank=MAX_RANK, num_slots=SLOTS, routing=True)
         self.model = torch.compile(NextToken(base), backend=backend, fullgraph=True, dynamic=False)
         self.forwards = self.rows = self.mixed = self.loads = 0
-        self.loading: set[asyncio.Task[Adapter]] = set()
+        self.tasks: set[asyncio.Task[Any]] = set()
         # All forwards in one thread: graphs are compiled, and watched, for the thread they run in.
         self.thread = ThreadPoolExecutor(1)
         self.thread.submit(self.warm_up).result()
@@ -170,11 +172,9 @@ class LoraServer:
         """
         self.check(prompt)
         tokens, logprobs = list(prompt.tokens), []
-        async with self.using(prompt.adapter):
+        async with self.using(prompt.adapter) as adapter:
             for _ in range(prompt.new_tokens):
-                # Serve parts batches by the model id in the context; here rows may differ.
-                row = self.next_token((prompt.adapter, tokens))
-                token, logprob = await asyncio.create_task(row, context=Context())
+                token, logprob = await self.step(adapter, tokens)
                 tokens.append(token)
                 logprobs.append(logprob)
         replica = serve.get_replica_context().replica_id.unique_id
@@ -197,24 +197,39 @@ class LoraServer:
             )
 
     @asynccontextmanager
-    async def using(self, name: str | None) -> AsyncIterator[None]:
+    async def using(self, name: str | None) -> AsyncIterator[Adapter | None]:
         """Keep an adapter in its slot; load it first if need be."""
         if name is None:
-            yield
+            yield None
             return
         self.path_of(name)  # an error here evicts nothing
         while True:
-            # A client that goes away must not leave a load half done.
-            load = asyncio.create_task(self.adapter(name))
-            self.loading.add(load)
-            load.add_done_callback(self.loading.discard)
-            adapter = await asyncio.shield(load)
+            adapter = await asyncio.shield(self.start(self.adapter(name)))
             if adapter.acquire():  # else Serve evicted it meanwhile
                 break
         try:
-            yield
+            yield adapter
         finally:
             adapter.release()
+
+    def step(self, adapter: Adapter | None, tokens: list[int]) -> asyncio.Future[tuple[int, float]]:
+        """Put a row into the next batch. It keeps its adapter by itself, until it has run."""
+        row = (None if adapter is None else adapter.name, tokens)
+        # Serve parts batches by the model id in the context; here rows may differ.
+        task = self.start(self.next_token(row), Context())
+        if adapter is not None:
+            adapter.acquire()
+            task.add_done_callback(lambda _: adapter.release())
+        return asyncio.shield(task)
+
+    def start(
+        self, work: Coroutine[Any, Any, T], context: Context | None = None
+    ) -> asyncio.Task[T]:
+        """Start what goes on when the client leaves: Serve and manager must not lose step."""
+        task = asyncio.create_task(work, context=context)
+        self.tasks.add(task)
+        task.add_done_callback(self.tasks.discard)
+        return task
 
     def path_of(self, name: str) -> Path:
         """Where an adapter lies. Names come from clients, so that they must not be paths."""

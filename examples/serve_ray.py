@@ -50,7 +50,7 @@ def serving(options: Options, port: int = 8000) -> Iterator[DeploymentHandle]:
         A handle of the server, which listens at ``port``, too.
     """
     ray.init(
-        num_cpus=options.replicas, include_dashboard=False, log_to_driver=False,
+        "local", num_cpus=options.replicas, include_dashboard=False, log_to_driver=False,
         logging_level="ERROR",
     )  # fmt: skip
     try:

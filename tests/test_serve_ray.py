@@ -170,17 +170,23 @@ def test_a_request_that_serve_routes_by_another_name_is_refused(cluster):
         cluster.handle.complete.remote(Prompt(adapter=cluster.names[0], tokens=[1])).result()
 
 
-def test_clients_that_leave_keep_no_adapter_in_its_slot(cluster):
-    """In the midst of loading, of waiting for a slot, and of being answered."""
-    left = []
-    for name in cluster.names * 2:
-        handle = cluster.handle.options(multiplexed_model_id=name)
-        prompt = Prompt(adapter=name, tokens=[1], new_tokens=WINDOW)
-        left.append(handle.complete.remote(prompt))
-    time.sleep(0.2)
-    for response in left:
-        response.cancel()
-    cluster.ask_at_once(prompts(cluster.names, 3 * len(cluster.names), seed=2), clients=8)
+def test_clients_that_leave_disturb_nobody_and_keep_no_adapter_in_its_slot(cluster):
+    """In the midst of loading, of waiting for a slot or in a batch, and of a forward."""
+    dice = random.Random(0)
+    staying = prompts(cluster.names, 6 * len(cluster.names), seed=2)
+    with ThreadPoolExecutor(1) as pool:
+        answered = pool.submit(cluster.ask_at_once, staying, clients=6)
+        while not answered.done():
+            leaving = []
+            for name in dice.sample(cluster.names, 4):
+                handle = cluster.handle.options(multiplexed_model_id=name)
+                prompt = Prompt(adapter=name, tokens=[1], new_tokens=WINDOW)
+                leaving.append(handle.complete.remote(prompt))
+            time.sleep(dice.uniform(0, 0.1))
+            for response in leaving:
+                response.cancel()
+        answered.result()
+    cluster.ask_at_once(prompts(cluster.names, len(cluster.names), seed=3), clients=2)
     for report in cluster.handle.broadcast("report").results():
         assert report.recompiles == 0
         assert len(report.loaded_adapters) <= SLOTS
