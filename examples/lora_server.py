@@ -18,7 +18,7 @@ from contextlib import asynccontextmanager
 from contextvars import Context
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any
 
 import torch
 from pydantic import BaseModel, Field, NonNegativeInt, PositiveInt, ValidationError
@@ -34,9 +34,7 @@ SLOTS = 4  # adapters that a replica has room for
 MAX_RANK = 32
 ROWS = 8  # of every forward
 WINDOW = 64  # tokens of every row
-
 MODEL_ID = "serve_multiplexed_model_id"  # the header that Serve reads
-T = TypeVar("T")
 Row = tuple[str | None, Sequence[int]]  # an adapter's name, and tokens
 
 
@@ -222,9 +220,7 @@ class LoraServer:
             task.add_done_callback(lambda _: adapter.release())
         return asyncio.shield(task)
 
-    def start(
-        self, work: Coroutine[Any, Any, T], context: Context | None = None
-    ) -> asyncio.Task[T]:
+    def start(self, work: Coroutine[Any, Any, Any], context: Context | None = None) -> asyncio.Task:
         """Start what goes on when the client leaves: Serve and manager must not lose step."""
         task = asyncio.create_task(work, context=context)
         self.tasks.add(task)
