@@ -89,13 +89,13 @@ class Adapter:
         self._manager = manager
         self._changed = threading.Condition()
         self._users = 0
-        self._evicted = False
+        self._gone = False
 
     def acquire(self) -> bool:
-        """Keep it in its slot until `release`; False if it is on its way out already."""
+        """Keep it in its slot until `release`, as often as one likes; False if it has left."""
         with self._changed:
-            self._users += not self._evicted
-            return not self._evicted
+            self._users += not self._gone
+            return not self._gone
 
     def release(self) -> None:
         """Let it go."""
@@ -106,10 +106,10 @@ class Adapter:
     def __del__(self) -> None:
         """Empty the slot once nobody uses it. Serve calls this in a thread, Python once more."""
         with self._changed:
-            if self._evicted:
+            if self._gone:
                 return
-            self._evicted = True
             self._changed.wait_for(lambda: self._users == 0)
+            self._gone = True
         self._manager.unload(self.name)
 
 
@@ -211,7 +211,7 @@ class LoraServer:
             adapter.release()
 
     def step(self, adapter: Adapter | None, tokens: list[int]) -> asyncio.Future[tuple[int, float]]:
-        """Put a row into the next batch. It keeps its adapter by itself, until it has run."""
+        """Put a row into the next batch. It keeps its adapter by itself, too, until it has run."""
         row = (None if adapter is None else adapter.name, tokens)
         # Serve parts batches by the model id in the context; here rows may differ.
         task = self.start(self.next_token(row), Context())
