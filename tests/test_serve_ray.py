@@ -112,7 +112,7 @@ def test_every_answer_is_pefts_whichever_rows_share_its_forward(cluster):
     for report in reports:
         assert report.recompiles == 0
         assert report.loads > SLOTS >= len(report.loaded_adapters)
-        assert report.rows > report.forwards > report.mixed > 0
+        assert report.rows > report.forwards >= report.mixed > 0
 
 
 def test_adapters_answer_differently(cluster):
