@@ -185,8 +185,8 @@ def main(
         difference = max(oracle.difference(prompt, answer) for prompt, answer in pairs)
         console.print(f"largest difference of a log-probability to PEFT's: {difference:.1e}")
         if stay:
-            console.print("ctrl-C stops the server")
             with suppress(KeyboardInterrupt):
+                console.print("ctrl-C stops the server")
                 threading.Event().wait()
     console.print("stopped")
     return reports, difference

@@ -173,7 +173,7 @@ def test_a_request_that_serve_routes_by_another_name_is_refused(cluster):
 def test_clients_that_leave_disturb_nobody_and_keep_no_adapter_in_its_slot(cluster):
     """In the midst of loading, of waiting for a slot or in a batch, and of a forward."""
     dice = random.Random(0)
-    staying = prompts(cluster.names, 6 * len(cluster.names), seed=2)
+    staying = prompts(cluster.names, 3 * len(cluster.names), seed=2)
     with ThreadPoolExecutor(1) as pool:
         answered = pool.submit(cluster.ask_at_once, staying, clients=6)
         while not answered.done():
