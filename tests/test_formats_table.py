@@ -26,7 +26,7 @@ NAME, OPTION, TESTS = "Format or variant", "Option needed", "Tested by"
 # Arguments of SlotManager that are no room for a variant: what it is given, and sizes.
 SIZES = {
     "self", "model", "max_rank", "num_slots", "target_modules", "dtype", "rank_buckets",
-    "cache_bytes", "routing",
+    "cache_bytes", "rank_budget", "on_full", "routing",
 }  # fmt: skip
 
 
