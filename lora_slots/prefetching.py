@@ -59,11 +59,9 @@ class Prefetch:
         total = len(self._futures)
         disable = None if total > _MANY else True
         with tqdm(total=total, desc="reading", unit="adapter", disable=disable) as bar:
-            try:
+            with suppress(TimeoutError):
                 for _ in as_completed(self._futures.values(), timeout):
                     bar.update()
-            except TimeoutError:
-                pass
         return self.done()
 
     def cancel(self) -> None:
