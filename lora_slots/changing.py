@@ -209,9 +209,13 @@ class Changes:
     ) -> Prepared:
         """The part of a load that writes nothing; ``reuse``: into memory that a load has left."""
         self._attachment.refuse_detached()
-        self._attachment.refuse_ignored_slots()
-        spare = self._bank.take_spare if reuse else tuple
-        return self._loader.prepare(source, strict=strict, compress_to=compress_to, spare=spare)
+        try:
+            self._attachment.refuse_ignored_slots()
+            spare = self._bank.take_spare if reuse else tuple
+            return self._loader.prepare(source, strict=strict, compress_to=compress_to, spare=spare)
+        except Exception:
+            self._attachment.refuse_detached()  # meanwhile, so that there were no slots to ask
+            raise
 
     def _prepare_entry(self, entry: CatalogueEntry) -> Prepared:
         return self._prepare(entry.source, entry.strict, entry.compress_to)
