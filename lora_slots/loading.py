@@ -125,7 +125,7 @@ class Loader:
         if len(hub_ids) == 2 and ours.lower() != theirs.lower():
             warnings.warn(
                 f"adapter {adapter.source} was trained on {theirs}, but this model is {ours}",
-                stacklevel=6,
+                stacklevel=7,
             )
 
 

@@ -2,52 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from typing import Any, Literal, Self
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Self
 
 import torch
 from torch import nn
 
-from lora_slots.attach import refusals
-from lora_slots.attach.attaching import (
-    SlotOptions,
-    attach,
-    can_compute,
-    detach,
-    warn_if_compiled,
-)
+from lora_slots import trials
+from lora_slots.attach.attachment import Attachment, manager_of
 from lora_slots.attach.choices import ALL_LINEAR, TargetModules
-from lora_slots.attach.components import all_modules, components_of, parts_of, root_of, unwrap
-from lora_slots.attach.survey import survey
-from lora_slots.attach.unroutable import refuse_unroutable
+from lora_slots.attach.components import root_of
 from lora_slots.bank.bank import Bank
-from lora_slots.bank.buckets import RankBuckets, bucket_sizes
-from lora_slots.bank.rows import count_rows
+from lora_slots.bank.buckets import RankBuckets
 from lora_slots.catalogue import Catalogue, CatalogueEntry
-from lora_slots.errors import (
-    ArgumentError,
-    AttachError,
-    NotAttachedError,
-    TargetMismatchError,
-)
+from lora_slots.changing import Changes
+from lora_slots.errors import ArgumentError
 from lora_slots.holding import HoldLock
 from lora_slots.inspecting.fitting import fit
-from lora_slots.layers.watch import listen
-from lora_slots.loading import CompressTo, Loader, Prepared
+from lora_slots.loading import CompressTo, Loader
+from lora_slots.options import OnFull, Options
 from lora_slots.prefetching import Prefetch, Prefetcher
 from lora_slots.reading import RawAdapter, Source
 from lora_slots.report import LoadReport
-from lora_slots.roster import Roster, check_name, names_in
-from lora_slots.routing import Expand, Routing, Row, Turn
-from lora_slots.staging.staged import StagedAdapter
+from lora_slots.roster import Roster, names_in
+from lora_slots.routing import Expand, Row
 from lora_slots.status import ManagerStatus, status_of
 from lora_slots.tally import Tally
 
 # An nn.Module, a mapping of names to modules, or a diffusers pipeline, which has no common base.
 Model = nn.Module | Mapping[str, nn.Module] | Any
-OnFull = Literal["error", "evict"]
-_ATTRIBUTE = "_lora_slots_manager"
 
 
 class SlotManager:
@@ -135,60 +119,47 @@ class SlotManager:
         routing: bool = False,
     ) -> None:
         """Attach slots to ``model``; see the class."""
-        _check_count("max_rank", max_rank)
-        _check_count("num_slots", num_slots)
-        if dtype is not None and not (isinstance(dtype, torch.dtype) and can_compute(dtype)):
-            raise ArgumentError(
-                f"dtype must be a floating-point torch.dtype of at least 16 bits, got {dtype!r}"
-            )
-        _check_count("token_rows", token_rows, least=0)
-        _check_count("cache_bytes", cache_bytes, least=0)
-        if target_modules is None:
-            raise ArgumentError("target_modules must be a string or a collection, got None")
-        if on_full not in ("error", "evict"):
-            raise ArgumentError(f'on_full must be "error" or "evict", got {on_full!r}')
-        rows = count_rows(rank_budget, max_rank=max_rank, num_slots=num_slots)
-        buckets = bucket_sizes(rank_buckets, rows)
-        given, root = components_of(model), root_of(model)
-        for name, part in parts_of(root).items():
-            if _ATTRIBUTE in vars(part):
-                raise AttachError(
-                    f"{name or 'this model'} already has a SlotManager; use SlotManager.of(model), "
-                    "or detach() it first"
-                )
-        refusals.refuse_model(root)
-        refusals.refuse_freezing(all_modules(given))
-        layout = survey(
-            root, target_modules, token_rows=token_rows, full_modules=full_modules, bias=bool(bias)
+        options = Options(
+            max_rank=max_rank,
+            num_slots=num_slots,
+            target_modules=target_modules,
+            dtype=dtype,
+            dora=bool(dora),
+            bias=bool(bias),
+            token_rows=token_rows,
+            full_modules=full_modules,
+            rank_budget=rank_budget,
+            rank_buckets=rank_buckets,
+            cache_bytes=cache_bytes,
+            on_full=on_full,
+            routing=bool(routing),
         )
-        refusals.refuse_fused_projections(root.modules(), layout)
-        if routing:
-            refuse_unroutable(root, layout)
-        warn_if_compiled(all_modules(given))
-        options = SlotOptions(num_slots, rows, dtype, dora=bool(dora), bias=bool(bias))
-        attach(layout, options)
-        self._model = root
-        self._modules = tuple(root.modules())
-        self._layout = layout
+        self._attachment = Attachment(model, options)
+        self._layout = self._attachment.layout
         self._lock = HoldLock()
         self._bank = Bank(
-            layout,
+            self._layout,
             self._lock,
             max_rank=max_rank,
             num_slots=num_slots,
-            rows=rows,
-            buckets=buckets,
-            routing=bool(routing),
+            rows=options.rows,
+            buckets=options.buckets,
+            routing=options.routing,
         )
-        self._loader = Loader(layout, max_rank=max_rank, cache_bytes=cache_bytes)
+        self._loader = Loader(self._layout, max_rank=max_rank, cache_bytes=cache_bytes)
         self._catalogue = Catalogue(max_rank)
-        self._prefetcher = Prefetcher()
         self._tally = Tally()
-        self._evicts = on_full == "evict"
-        self._turn = Turn()
-        # On the model, so that copies and pickles of it bring their manager along.
-        for owner in _owners(root):
-            vars(owner)[_ATTRIBUTE] = self
+        self._changes = Changes(
+            self._attachment,
+            self._lock,
+            self._bank,
+            self._loader,
+            self._catalogue,
+            self._tally,
+            evict=on_full == "evict",
+        )
+        self._prefetcher = Prefetcher()
+        self._attachment.belong_to(self)
 
     @classmethod
     def from_adapters(cls, model: Model, paths: Iterable[Source], **kwargs: Any) -> Self:
@@ -223,21 +194,7 @@ class SlotManager:
         Raises:
             NotAttachedError: It has none, or its components have several.
         """
-        parts = [unwrap(part) for part in components_of(model).values()]
-        managers = {manager for part in parts if (manager := vars(part).get(_ATTRIBUTE))}
-        if len(managers) > 1:
-            raise NotAttachedError(
-                f"the components of this {type(model).__name__} have {len(managers)} SlotManagers; "
-                "ask for that of one component, such as SlotManager.of(pipe.unet)"
-            )
-        manager = next(iter(managers), None)
-        if not isinstance(manager, cls):
-            what = parts[0] if isinstance(model, nn.Module) else model
-            raise NotAttachedError(
-                f"this {type(what).__name__} has no SlotManager; build one with "
-                "SlotManager(model, max_rank=...)"
-            )
-        return manager
+        return manager_of(model, cls)
 
     def load(
         self,
@@ -283,16 +240,15 @@ class SlotManager:
             AttachError: The manager was detached, or the model is in a state that ignores slots.
             HoldError: This thread holds.
         """
-        self._lock.refuse_holder()  # an error here saves the reading
-        self._check_usable()
-        self._make_room(adapter_name)  # and so does one here
-        prepared = self._prepare(source, strict, compress_to, reuse=True)
-        with self._lock.changing():
-            self._check_usable()
-            roster, evicted = self._make_room(adapter_name, prepared.staged)
-            roster = roster.with_loaded(adapter_name, weight=weight, activate=activate, pin=pin)
-            (report,) = self._enter(roster, {adapter_name: prepared}, evicted)
-            return report
+        return self._changes.load(
+            source,
+            adapter_name,
+            weight=weight,
+            activate=activate,
+            pin=pin,
+            strict=strict,
+            compress_to=compress_to,
+        )
 
     def check(
         self,
@@ -303,12 +259,7 @@ class SlotManager:
         compress_to: CompressTo = None,
     ) -> LoadReport:
         """What `load` would report, or the error it would raise. Writes nothing."""
-        self._check_usable()
-        self._make_room(adapter_name)  # an error here saves the reading
-        prepared = self._prepare(source, strict, compress_to)
-        self._check_usable()
-        roster, evicted = self._make_room(adapter_name, prepared.staged)
-        return prepared.report(adapter_name, roster.slot_for(adapter_name), evicted)
+        return self._changes.check(source, adapter_name, strict=strict, compress_to=compress_to)
 
     def unload(self, adapter_name: str) -> None:
         """Empty the adapter's slot; the output is exactly what it was without it.
@@ -318,12 +269,7 @@ class SlotManager:
             HoldError: This thread holds, as for all changes below.
             AdapterInUseError: It is routed to a row.
         """
-        with self._lock.changing():
-            self._check_usable()
-            before = self._roster
-            roster = before.without(adapter_name)
-            self._bank.write({}, roster)
-            self._tally.changed(before, roster)
+        self._changes.unload(adapter_name)
 
     def add(
         self,
@@ -351,7 +297,7 @@ class SlotManager:
         Raises:
             ArgumentError: An argument has no meaning.
         """
-        self._check_usable()
+        self._attachment.refuse_detached()
         self._catalogue.add(adapter_name, CatalogueEntry(source, weight, strict, compress_to))
 
     def remove(self, adapter_name: str) -> None:
@@ -360,7 +306,7 @@ class SlotManager:
         Raises:
             UnknownAdapterError: The catalogue has no such name.
         """
-        self._check_usable()
+        self._attachment.refuse_detached()
         self._catalogue.remove(adapter_name)
 
     @property
@@ -387,20 +333,14 @@ class SlotManager:
             UnknownAdapterError: A name is neither in the catalogue nor loaded.
             ArgumentError: ``cache_bytes`` is 0, or these are no names.
         """
-        self._check_usable()
+        self._attachment.refuse_detached()
         if not self._loader.cache.limit:
             raise ArgumentError(
                 "prefetch keeps adapters in the host cache, which has no room; build the "
                 "SlotManager with cache_bytes, such as cache_bytes=1 << 30"
             )
         names = self._catalogue.missing(names_in(adapter_names), self._roster)
-        return self._prefetcher.submit(list(names), self._read_ahead)
-
-    def _read_ahead(self, adapter_name: str) -> None:
-        prepared = self._prepare_entry(self._catalogue[adapter_name])
-        self._loader.cache.check_size(prepared.staged)
-        if not prepared.cached:
-            self._tally.prefetched()
+        return self._prefetcher.submit(list(names), self._changes.read_ahead)
 
     def set_adapters(
         self,
@@ -423,7 +363,7 @@ class SlotManager:
             LoraSlotsError: As `load` does, for what is loaded.
         """
         names = names_in(adapter_names)
-        self._update(lambda roster: roster.with_selected(names, weights), names)
+        self._changes.make(lambda roster: roster.with_selected(names, weights), names)
 
     def set_weight(self, adapter_name: str, weight: float) -> None:
         """Set the multiplier of an adapter's own scaling; 0 takes it out, nothing compounds.
@@ -434,15 +374,15 @@ class SlotManager:
             UnknownAdapterError: No adapter of that name is loaded.
             ArgumentError: ``weight`` is not a finite number.
         """
-        self._update(lambda roster: roster.with_weight(adapter_name, weight))
+        self._changes.make(lambda roster: roster.with_weight(adapter_name, weight))
 
     def disable_adapters(self) -> None:
         """Let no adapter contribute, whatever is loaded or set, until `enable_adapters`."""
-        self._update(lambda roster: roster.with_enabled(False))
+        self._changes.make(lambda roster: roster.with_enabled(False))
 
     def enable_adapters(self) -> None:
         """Let the active adapters contribute again."""
-        self._update(lambda roster: roster.with_enabled(True))
+        self._changes.make(lambda roster: roster.with_enabled(True))
 
     def route(self, adapter_names: Iterable[Row] | None, *, expand: Expand = None) -> None:
         """Give each row of the next forwards adapters of its own, whatever is active.
@@ -465,44 +405,18 @@ class SlotManager:
                 A forward whose leading dimension is another raises it, too; compiled, torch does.
             LoraSlotsError: As `load` does, for what is loaded.
         """
-        routing, names = self._routing_of(adapter_names, expand)
-        prepared = self._prepare_all(self._missing(names))
-        with self._turn:
-            self._update(lambda roster: roster.with_routing(routing), names, prepared)
+        self._changes.route(adapter_names, expand)
 
-    @contextmanager
     def routed(
         self, adapter_names: Iterable[Row] | None, *, expand: Expand = None
-    ) -> Iterator[None]:
+    ) -> AbstractContextManager[None]:
         """`route` for as long as the context lasts; other threads wait for their turn to route.
 
         Raises:
             UnknownAdapterError: As in `route`.
             ArgumentError: As in `route`.
         """
-        routing, names = self._routing_of(adapter_names, expand)
-        prepared = self._prepare_all(self._missing(names))
-        with self._turn:
-            self._update(lambda roster: roster.with_routing(routing, nested=True), names, prepared)
-            try:
-                yield
-            finally:
-                self._update(Roster.without_routing)
-
-    def _routing_of(
-        self, adapter_names: Iterable[Row] | None, expand: Expand
-    ) -> tuple[Routing | None, list[str]]:
-        """What to route, and the names in it."""
-        self._check_usable()
-        self._lock.refuse_holder()
-        if not self._bank.routing:
-            raise ArgumentError(
-                "this SlotManager tells no rows apart; build it with routing=True to route"
-            )
-        if adapter_names is None:
-            return None, []
-        routing = Routing.of(adapter_names, expand)
-        return routing, routing.names
+        return self._changes.routed(adapter_names, expand)
 
     @property
     def routes(self) -> tuple[Mapping[str, float], ...] | None:
@@ -534,7 +448,7 @@ class SlotManager:
         Raises:
             AttachError: The manager was detached.
         """
-        self._check_usable()
+        self._attachment.refuse_detached()
         return self._bank.orders.forwards(self._lock.hold())
 
     def no_recompile(self, *, allow_first: bool = False) -> AbstractContextManager[None]:
@@ -550,7 +464,7 @@ class SlotManager:
                 compiled code fell back to eager; on leaving the context if code was compiled for
                 the first time without ``allow_first``, or if the storage of a buffer changed.
         """
-        self._check_usable()
+        self._attachment.refuse_detached()
         from lora_slots import guard  # Dynamo takes seconds to import.
 
         return self._tally.recompiles(guard.no_recompile(self._layout, allow_first=allow_first))
@@ -565,16 +479,8 @@ class SlotManager:
             fn: Calls the compiled model as it will be used, for a prompt and for a token; in the
                 thread that calls it, since all others that `hold` wait meanwhile.
         """
-        self._check_usable()
-        from tqdm import tqdm
-
-        def run() -> None:
-            for rows in tqdm(self._bank.buckets, desc="compiling", unit="graph", disable=None):
-                with self._bank.showing(rows):
-                    fn()
-
-        with self._lock.changing():
-            self._lock.alone(run)
+        self._attachment.refuse_detached()
+        trials.warmup(self._bank, self._lock, fn)
 
     def verify(self, fn: Callable[[], object]) -> None:
         """Run ``fn`` once, eagerly, and check that the model calls every target module.
@@ -588,32 +494,17 @@ class SlotManager:
         Raises:
             TargetMismatchError: Lists the target modules that were never called.
         """
-        self._check_usable()
-        ran: set[nn.Module] = set()
-        with listen(ran.add), torch.compiler.set_stance("force_eager"):
-            fn()
-        silent = [target.path for target in self._layout if target.slots not in ran]
-        if silent:
-            raise TargetMismatchError(
-                f"{len(silent)} of {len(self._layout)} target modules were never called, so "
-                f"adapters on them would be ignored: {', '.join(silent)}; leave them out of "
-                "target_modules, or let the model call them"
-            )
+        self._attachment.refuse_detached()
+        trials.verify(self._layout, fn)
 
     def status(self) -> ManagerStatus:
         """What is in slots, on the host and in the catalogue, what it costs, and what happened.
 
         Reads names, sizes and counts only, at once and in any thread. Printed, it is a table.
         """
-        self._check_usable()
+        self._attachment.refuse_detached()
         return status_of(
-            self._bank.state,  # read once: another thread may change it
-            self._layout,
-            self._bank.max_rank,
-            self._loader.cache,
-            len(self._catalogue),
-            self._tally,
-            rows=self._bank.rows,
+            self._bank, self._layout, self._loader.cache, len(self._catalogue), self._tally
         )
 
     def detach(self) -> None:
@@ -621,147 +512,21 @@ class SlotManager:
 
         A compiled model compiles once more.
         """
-        with self._lock.changing():
-            self._check_usable()
-            self._lock.alone(self._detach)
-
-    def _detach(self) -> None:
+        self._changes.detach()
         self._prefetcher.stop()
-        detach(self._layout)
-        for owner in _owners(self._model):
-            del vars(owner)[_ATTRIBUTE]
         # A manager that is kept around keeps no buffers and no host copies alive.
-        del self._bank, self._layout, self._loader, self._modules
+        del self._bank, self._layout, self._loader
 
     def __repr__(self) -> str:
         """Show the sizes and what is loaded."""
         if "_bank" not in vars(self):
             return "SlotManager(detached)"
         return (
-            f"SlotManager({_describe(self._model)}, max_rank={self._bank.max_rank}, "
+            f"SlotManager({self._attachment}, max_rank={self._bank.max_rank}, "
             f"num_slots={self._bank.num_slots}, loaded={list(self.loaded_adapters)})"
         )
-
-    def _prepare(
-        self,
-        source: Source | RawAdapter,
-        strict: bool,
-        compress_to: CompressTo,
-        *,
-        reuse: bool = False,
-    ) -> Prepared:
-        """The part of a load that writes nothing, and so needs no lock."""
-        self._check_usable()
-        refusals.refuse_freezing(self._modules)
-        refusals.refuse_fast_path(self._layout)
-        refusals.refuse_fused_projections(self._modules, self._layout)
-        spare = self._bank.take_spare if reuse else tuple
-        return self._loader.prepare(source, strict=strict, compress_to=compress_to, spare=spare)
-
-    def _prepare_entry(self, entry: CatalogueEntry, *, reuse: bool = False) -> Prepared:
-        return self._prepare(entry.source, entry.strict, entry.compress_to, reuse=reuse)
-
-    def _prepare_all(self, entries: Mapping[str, CatalogueEntry]) -> dict[str, Prepared]:
-        return {name: self._prepare_entry(entry, reuse=True) for name, entry in entries.items()}
-
-    def _make_room(
-        self, adapter_name: str, staged: StagedAdapter | None = None
-    ) -> tuple[Roster, tuple[str, ...]]:
-        """The roster that has room for an adapter, and who is evicted for that."""
-        check_name(adapter_name)
-        return self._bank.make_room({adapter_name: staged}, evict=self._evicts)
-
-    def _missing(self, adapter_names: Iterable[str]) -> dict[str, CatalogueEntry]:
-        """Those of these adapters that are not loaded."""
-        return self._catalogue.missing(adapter_names, self._roster)
-
-    def _changed(
-        self,
-        change: Callable[[Roster], Roster],
-        adapter_names: Iterable[str],
-        missing: Mapping[str, CatalogueEntry],
-        ready: Mapping[str, Prepared],
-    ) -> Roster:
-        """The roster after a change for which ``missing`` are loaded, and others may be evicted."""
-        roster = self._roster
-        for name, entry in missing.items():
-            roster = roster.with_new(name, weight=entry.weight)
-        roster = change(roster)
-        if not missing:
-            return roster
-        staged = {name: each.staged for name, each in ready.items() if name in missing}
-        wanted = dict.fromkeys(adapter_names) | staged
-        # What the change takes out of use may go.
-        roster, _ = self._bank.make_room(wanted, evict=self._evicts, roster=roster)
-        return roster.with_slots()
-
-    def _update(
-        self,
-        change: Callable[[Roster], Roster],
-        adapter_names: Collection[str] = (),
-        prepared: Mapping[str, Prepared] | None = None,
-    ) -> None:
-        """Load those of these adapters that are not, and change who is active: all or nothing.
-
-        Args:
-            change: What to make of a roster that has all of ``adapter_names``.
-            adapter_names: The adapters that it needs.
-            prepared: Those that are ready to be loaded.
-        """
-        self._lock.refuse_holder()
-        ready = dict(prepared or {})
-        while True:  # since others unload meanwhile
-            self._check_usable()
-            missing = self._missing(adapter_names)
-            unread = {name: entry for name, entry in missing.items() if name not in ready}
-            if unread:
-                self._changed(change, adapter_names, missing, ready)  # an error saves the reading
-                ready |= self._prepare_all(unread)
-            with self._lock.changing():
-                self._check_usable()
-                refusals.refuse_fast_path(self._layout)
-                missing = self._missing(adapter_names)
-                if missing.keys() <= ready.keys():
-                    roster = self._changed(change, adapter_names, missing, ready)
-                    self._enter(roster, {name: ready[name] for name in missing})
-                    return
-
-    def _enter(
-        self, roster: Roster, prepared: Mapping[str, Prepared], evicted: tuple[str, ...] = ()
-    ) -> list[LoadReport]:
-        """Bring the model to a roster, for which these were prepared; what is seen changes once."""
-        before = self._roster
-        if prepared:
-            staged = {roster[name].slot: each.staged for name, each in prepared.items()}
-            self._bank.write(staged, roster)
-        else:
-            self._bank.set_weights(roster)
-        reports = [each.report(name, roster[name].slot, evicted) for name, each in prepared.items()]
-        self._tally.changed(before, roster, reports)
-        return reports
 
     @property
     def _roster(self) -> Roster:
         bank = vars(self).get("_bank")
         return Roster(0) if bank is None else bank.state.roster
-
-    def _check_usable(self) -> None:
-        if vars(self._model).get(_ATTRIBUTE) is not self:
-            raise AttachError("this SlotManager was detached; build a new one")
-
-
-def _owners(root: nn.Module) -> Iterable[nn.Module]:
-    """The modules that know their manager: the root and all components."""
-    return dict.fromkeys((root, *parts_of(root).values()))
-
-
-def _describe(root: nn.Module) -> str:
-    return ", ".join(
-        f"{f'{name}=' if name else ''}{type(part).__name__}"
-        for name, part in parts_of(root).items()
-    )
-
-
-def _check_count(name: str, value: object, *, least: int = 1) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise ArgumentError(f"{name} must be a whole number from {least}, got {value!r}")

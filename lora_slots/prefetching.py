@@ -58,12 +58,10 @@ class Prefetch:
 
         total = len(self._futures)
         disable = None if total > _MANY else True
-        with tqdm(total=total, desc="reading", unit="adapter", disable=disable) as bar:
-            try:
-                for _ in as_completed(self._futures.values(), timeout):
-                    bar.update()
-            except TimeoutError:
-                pass
+        bar = tqdm(total=total, desc="reading", unit="adapter", disable=disable)
+        with bar, suppress(TimeoutError):
+            for _ in as_completed(self._futures.values(), timeout):
+                bar.update()
         return self.done()
 
     def cancel(self) -> None:

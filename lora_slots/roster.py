@@ -81,7 +81,7 @@ class Roster:
     def routed_names(self) -> frozenset[str]:
         """The adapters of all rows, and of those that a context will go back to."""
         routings = (routing for routing in (self.routing, *self.outer) if routing is not None)
-        return frozenset(name for routing in routings for row in routing.rows for name in row)
+        return frozenset(name for routing in routings for name in routing.names)
 
     def _using(self, *names: str) -> Roster:
         """The same, with what was in use until now and then ``names`` as those used last."""

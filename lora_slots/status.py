@@ -9,6 +9,7 @@ from itertools import zip_longest
 
 import torch
 
+from lora_slots.bank.bank import Bank
 from lora_slots.bank.state import BankState
 from lora_slots.cache import StagedCache
 from lora_slots.layout import Layout
@@ -166,41 +167,33 @@ class ManagerStatus:
 
 
 def status_of(
-    state: BankState,
-    layout: Layout,
-    max_rank: int,
-    cache: StagedCache,
-    known: int,
-    tally: Tally,
-    *,
-    rows: int,
+    bank: Bank, layout: Layout, cache: StagedCache, known: int, tally: Tally
 ) -> ManagerStatus:
     """Collect what a manager holds. Reads names and sizes only.
 
     Args:
-        state: What is in the slots.
+        bank: What is in the slots.
         layout: The target modules.
-        max_rank: The largest rank of an adapter.
         cache: The host cache.
         known: How many adapters the catalogue has.
         tally: What was counted.
-        rows: How many rows the slots share.
     """
+    state = bank.state  # once: another thread may change it
     counts = tally.counts
     names = {entry.slot: name for name, entry in state.roster.entries.items()}
     parts = dict.fromkeys(target.component for target in layout)
     return ManagerStatus(
         slots=tuple(_slot(s, names.get(s), state, tally) for s in range(len(state.held))),
         enabled=state.roster.enabled,
-        max_rank=max_rank,
+        max_rank=bank.max_rank,
         components={part: _component(part, layout) for part in parts},
         cache=CacheStatus(
             len(cache), cache.nbytes, cache.limit, counts.cache_hits, counts.cache_misses
         ),
         catalogue=known,
         counts=counts,
-        rank_budget=rows,
-        free_rows=rows - sum(map(len, state.rows.values())),
+        rank_budget=bank.rows,
+        free_rows=bank.rows - sum(map(len, state.rows.values())),
         routing=state.roster.routing,
     )
 

@@ -118,13 +118,8 @@ class Tally:
             for name in gone:
                 self.swaps.pop(name, None)
                 self.used.pop(name, None)
-        if reports and gone:
-            self.evicted(len(gone))
-
-    def evicted(self, number: int) -> None:
-        """Count adapters that lost their slots to others."""
-        with self._lock:
-            self.counts = replace(self.counts, evictions=self.counts.evictions + number)
+            if reports:
+                self.counts = replace(self.counts, evictions=self.counts.evictions + len(gone))
 
     def prefetched(self) -> None:
         """Count an adapter that was read in the background."""

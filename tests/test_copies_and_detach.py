@@ -26,6 +26,7 @@ from toys import (
 )
 
 from lora_slots import AttachError, NotAttachedError, SlotManager
+from lora_slots import loading as loading_module
 
 
 def by_pickle(model: nn.Module) -> nn.Module:
@@ -182,6 +183,22 @@ def test_a_detached_model_can_be_given_slots_again(model, manager):
     assert SlotManager.of(model) is again
     with pytest.raises(AttachError, match="was detached"):
         manager.load(toy_adapter())
+
+
+@pytest.mark.parametrize("call", ["load", "check", "set_adapters"])
+def test_what_is_reading_while_the_manager_is_detached_says_so(model, manager, monkeypatch, call):
+    manager.unload("a")
+    manager.add("c", toy_adapter())
+    resolve = loading_module.resolve
+
+    def detaching(*args: object, **options: object) -> object:
+        manager.detach()
+        return resolve(*args, **options)
+
+    monkeypatch.setattr(loading_module, "resolve", detaching)
+    with pytest.raises(AttachError, match="was detached"):
+        getattr(manager, call)("c" if call == "set_adapters" else toy_adapter())
+    assert slot_buffers(model) == {}
 
 
 def test_detaching_frees_the_buffers_even_if_the_manager_is_kept(model, manager):

@@ -22,7 +22,14 @@ from lora_slots import SlotManager
 ROOM = Path(lora_slots.__file__).parent
 TRACED = {str(path) for path in (ROOM / "bank").glob("*.py")}.union(
     str(ROOM / name)
-    for name in ("manager.py", "catalogue.py", "eviction.py", "roster.py", "layers/base.py")
+    for name in (
+        "manager.py",
+        "changing.py",
+        "catalogue.py",
+        "eviction.py",
+        "roster.py",
+        "layers/base.py",
+    )
 )
 
 

@@ -15,9 +15,16 @@ from pathlib import Path
 import pytest
 import torch
 from threads import LIMIT, Task, together, wait_until
+from torch import nn
 from toys import Snapshot, holdings, slot_buffers, toy, toy_adapter, toy_folder, toy_input
 
-from lora_slots import AdapterFileError, ArgumentError, SlotManager, UnknownAdapterError
+from lora_slots import (
+    AdapterFileError,
+    ArgumentError,
+    AttachError,
+    SlotManager,
+    UnknownAdapterError,
+)
 from lora_slots import loading as loading_module
 
 MEGABYTE = 1 << 20
@@ -255,7 +262,26 @@ def test_detach_drops_what_nobody_has_begun(tmp_path, reads):
     reads.go_on.set()
     assert handle.wait(LIMIT)
     assert sorted(reads.seen) == ["n0", "n1"]
+    assert {name: type(error) for name, error in handle.errors.items()} == {
+        "n0": AttachError,
+        "n1": AttachError,
+    }
     wait_until(lambda: readers() == [])
+
+
+def test_a_detach_that_is_refused_drops_nothing(tmp_path, reads):
+    model, manager = start(tmp_path, count=4)
+    reads.go_on.clear()
+    handle = manager.prefetch([f"n{number}" for number in range(4)])
+    wait_until(lambda: len(reads.seen) == 2)
+    layer = model.model.layers[0].q_proj
+    nn.utils.parametrize.register_parametrization(layer, "weight", nn.Identity())
+    with pytest.raises(AttachError, match="q_proj has become"):
+        manager.detach()
+    reads.go_on.set()
+    assert handle.wait(LIMIT)
+    assert sorted(reads.seen) == ["n0", "n1", "n2", "n3"]
+    assert handle.errors == {}
 
 
 def test_no_thread_is_left_when_there_is_nothing_to_read(tmp_path):

@@ -133,7 +133,7 @@ def test_a_cache_that_is_off_says_so():
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
 def test_a_copy_goes_on_counting_for_itself(manager, copied):
     manager.set_adapters("n0")
-    model = manager._model
+    model = manager._attachment.root
     other = SlotManager.of(copied(model))
     assert other.status().counts == manager.status().counts
     assert other.status().slots[0].last_used is not None

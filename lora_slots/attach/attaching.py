@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import warnings
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,23 +13,13 @@ from torch import Tensor, nn
 from lora_slots.attach.refusals import is_compiled, refuse_fast_path, refuse_unattachable
 from lora_slots.errors import AttachError
 from lora_slots.layers import SlotSizes
-from lora_slots.layers.quantized import said_dtypes
+from lora_slots.layers.quantized import can_compute, said_dtypes
 from lora_slots.layers.swap import add_slots, has_other_class, has_slots, remove_slots
 from lora_slots.layout import Layout, Target
+from lora_slots.options import Options
 
 
-@dataclass(frozen=True)
-class SlotOptions:
-    """What a user chose for all slots of a model; see `SlotManager`."""
-
-    num_slots: int
-    rows: int
-    dtype: torch.dtype | None = None
-    dora: bool = False
-    bias: bool = False
-
-
-def attach(layout: Layout, options: SlotOptions) -> None:
+def attach(layout: Layout, options: Options) -> None:
     """Give every target module of ``layout`` a slot layer.
 
     Either all get one or, if something raises, none.
@@ -74,16 +63,11 @@ def warn_if_compiled(modules: Iterable[nn.Module]) -> None:
         warnings.warn(
             "the model was compiled before it got slots, so its next call compiles it once more; "
             "build the SlotManager before torch.compile to avoid that",
-            stacklevel=3,
+            stacklevel=4,
         )
 
 
-def can_compute(dtype: torch.dtype) -> bool:
-    """Whether products run in ``dtype``; 8-bit floats only store."""
-    return dtype.is_floating_point and dtype.itemsize > 1
-
-
-def _sizes(target: Target, layout: Layout, options: SlotOptions) -> SlotSizes:
+def _sizes(target: Target, layout: Layout, options: Options) -> SlotSizes:
     return SlotSizes(
         num_slots=options.num_slots,
         rows=options.rows if target.low_rank else 0,
@@ -95,7 +79,7 @@ def _sizes(target: Target, layout: Layout, options: SlotOptions) -> SlotSizes:
     )
 
 
-def _dtype(target: Target, layout: Layout, options: SlotOptions) -> torch.dtype:
+def _dtype(target: Target, layout: Layout, options: Options) -> torch.dtype:
     if target.is_full:
         return target.weight.dtype  # What stands in the place of a parameter is like it.
     return options.dtype or _compute_dtype(target, layout)

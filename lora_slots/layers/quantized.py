@@ -45,6 +45,11 @@ def said_dtypes(module: nn.Module) -> Iterator[torch.dtype]:
             yield dtype
 
 
+def can_compute(dtype: torch.dtype) -> bool:
+    """Whether products run in ``dtype``; 8-bit floats only store."""
+    return dtype.is_floating_point and dtype.itemsize > 1
+
+
 def dequantized(module: nn.Module) -> Tensor:
     """The weight of a base layer as floats, in the shape that it has without quantisation.
 
