@@ -50,7 +50,9 @@ class Routed:
             self.by.set_adapters(list(weights), list(weights.values()))
             if weights:
                 alone = self.twin(*(x[number : number + 1] for x in inputs))[0]
-                torch.testing.assert_close(y[number], alone, rtol=1e-5, atol=atol)
+                # Sums of large numbers are small here and there: some ulps of the largest.
+                ulps = 1e-6 * alone.abs().max().item()
+                torch.testing.assert_close(y[number], alone, rtol=1e-5, atol=atol + ulps)
             else:
                 assert torch.equal(y[number], self.twin(*inputs)[number])
         return y

@@ -210,21 +210,22 @@ def test_a_cast_keeps_the_tables_in_float32_and_shared():
     both.model.to(torch.bfloat16)
     tables = {id(layer.lora_slots.routes) for block in both.model for layer in block.children()}
     assert len(tables) == 1
-    table = both.model[0].up.lora_slots.routes.by_rank
+    table = both.model[0].up.lora_slots.routes.factors
     assert table.dtype == torch.float32
     assert table.max() == torch.tensor(1 / 3)
     found = both.model(tokens(2).bfloat16())
     torch.testing.assert_close(found.float(), expected, rtol=0.05, atol=0.05)
     both.manager.route([None, {"b": 1 / 3}])
-    assert both.model[1].down.lora_slots.routes.by_rank is table
+    assert both.model[1].down.lora_slots.routes.factors is table
 
 
 def test_the_same_number_of_rows_is_written_into_the_same_memory():
     both = routed_blocks()
     both.manager.route(ROWS)
-    table = both.model[0].up.lora_slots.routes.by_rank
+    before = vars(both.model[0].up.lora_slots.routes).copy()
     both.manager.route(["b"] * 4)
-    assert both.model[1].up.lora_slots.routes.by_rank is table
+    after = vars(both.model[1].up.lora_slots.routes)
+    assert all(after[name] is before[name] for name in ("picks", "factors", "weights"))
     both.assert_rows(["b"] * 4, tokens(4))
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lora_slots.bank.ordering import Orders
 from lora_slots.bank.planning import Planner
-from lora_slots.bank.routes import RouteTables, RouteWriter
+from lora_slots.bank.routes import RouteWriter
 from lora_slots.bank.state import BankState
 from lora_slots.bank.steering import Steering, Table, Tables
 from lora_slots.bank.work import Work
@@ -191,17 +191,15 @@ class Bank:
     @contextmanager
     def showing(self, rows: int) -> Iterator[None]:
         """Let the model's forward see as many rows for a while, whatever is active."""
-        self._show(rows if self._planner.buckets else None, self.state.routes)
+        self._show(rows if self._planner.buckets else None)
         try:
             yield
         finally:
-            self._show(self.state.shown, self.state.routes)
+            self._show(self.state.shown)
 
-    def _show(self, rows: int | None, routes: RouteTables | None) -> None:
+    def _show(self, rows: int | None) -> None:
         for layer in self._layers:
             layer.show(rows)
-        if self._routes is not None:
-            self._routes.write(routes, rows)
 
     def _enter(self, state: BankState) -> None:
         """Bring the model from its state to another, or leave it as it was.
@@ -265,6 +263,6 @@ class Bank:
         for steering, table in zip(self._steering, new.tables, strict=True):
             steering.write(cast("Table", table))
         if new.shown != old.shown:
-            self._show(new.shown, new.routes)
-        elif self._routes is not None:
-            self._routes.write(new.routes, new.shown)
+            self._show(new.shown)
+        if self._routes is not None:
+            self._routes.write(new.routes)

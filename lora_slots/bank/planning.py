@@ -111,5 +111,5 @@ class Planner:
         weights = roster.row_weights()
         if weights is None:
             return None
-        routes = RouteTables.of(weights, held, rows, columns=self.rows)
+        routes = RouteTables.of(weights, held, rows, least=self.granule)
         return old.routes if old.routes is not None and old.routes.says(routes) else routes

@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from lora_slots.bank.steering import scaled
+from lora_slots.bank.steering import Table, scaled
 from lora_slots.layers import LoraSlots, Routes, SlotLayer
 from lora_slots.layout import Layout
 from lora_slots.routing import Expand, RowWeights
@@ -23,13 +23,15 @@ class RouteTables:
     """What `Routes` must hold.
 
     Attributes:
-        by_rank: ``[rows, R]`` float32.
-        by_slot: ``[rows, num_slots]`` float32.
+        picks: ``[rows, k]`` int64.
+        factors: ``[rows, k]`` float32.
+        weights: ``[rows, num_slots]`` float32.
         expand: How the model repeats rows.
     """
 
-    by_rank: NDArray[np.float32]
-    by_slot: NDArray[np.float32]
+    picks: NDArray[np.int64]
+    factors: NDArray[np.float32]
+    weights: NDArray[np.float32]
     expand: Expand
 
     @classmethod
@@ -39,7 +41,7 @@ class RouteTables:
         held: Sequence[StagedAdapter | None],
         owned: Mapping[int, range],
         *,
-        columns: int,
+        least: int,
     ) -> RouteTables:
         """Fill in the weights of every row.
 
@@ -47,30 +49,38 @@ class RouteTables:
             rows: The weights.
             held: What each slot holds.
             owned: The rows by rank that each slot owns; those that own none may be left out.
-            columns: R.
+            least: How many rows by rank each row is computed with at least.
 
         Raises:
             ArgumentError: A weight times a scaling leaves the range of float32.
         """
-        by_rank = np.zeros((len(rows.rows), columns), dtype=np.float32)
-        by_slot = np.zeros((len(rows.rows), len(held)), dtype=np.float32)
+        counts = (sum(len(owned.get(slot, ())) for slot, _ in row) for row in rows.rows)
+        # A single one would be a graph of its own, as every dimension of size 1 is to Dynamo.
+        columns = max(2, least, *counts)
+        picks = np.zeros((len(rows.rows), columns), dtype=np.int64)
+        factors = np.zeros((len(rows.rows), columns), dtype=np.float32)
+        weights = np.zeros((len(rows.rows), len(held)), dtype=np.float32)
         for slot, weight in {pair for row in rows.rows for pair in row}:
             staged = held[slot]
             assert staged is not None
             scaled(staged, weight)
         for number, row in enumerate(rows.rows):
+            stop = 0
             for slot, weight in row:
                 own = owned.get(slot, range(0))
-                by_rank[number, own.start : own.stop] = weight
-                by_slot[number, slot] = weight
-        return cls(by_rank, by_slot, rows.expand)
+                start, stop = stop, stop + len(own)
+                picks[number, start:stop] = own
+                factors[number, start:stop] = weight
+                weights[number, slot] = weight
+        return cls(picks, factors, weights, rows.expand)
 
     def says(self, other: RouteTables) -> bool:
         """Whether the other one has the same numbers."""
         return (
             self.expand == other.expand
-            and np.array_equal(self.by_rank, other.by_rank)
-            and np.array_equal(self.by_slot, other.by_slot)
+            and np.array_equal(self.picks, other.picks)
+            and np.array_equal(self.factors, other.factors)
+            and np.array_equal(self.weights, other.weights)
         )
 
 
@@ -91,16 +101,17 @@ class RouteWriter:
         """Copies and pickles find the modules that the layers have."""
         return vars(self) | {"_generation": -1, "_routes": {}}
 
-    def write(self, tables: RouteTables | None, shown: int | None) -> None:
-        """Let the forward tell rows apart by ``tables``, whose columns it sees ``shown`` of."""
+    def write(self, tables: RouteTables | None) -> None:
+        """Let the forward tell rows apart by ``tables``."""
         self._share()
         for device, routes in self._routes.items():
             if tables is None:
-                routes.by_rank = routes.by_slot = None
+                routes.picks = routes.factors = routes.weights = None
                 continue
-            by_rank = tables.by_rank[:, :shown]
-            routes.by_rank = _written(routes.by_rank, by_rank, tables.expand, device)
-            routes.by_slot = _written(routes.by_slot, tables.by_slot, tables.expand, device)
+            expand = tables.expand
+            routes.picks = _written(routes.picks, tables.picks, expand, device)
+            routes.factors = _written(routes.factors, tables.factors, expand, device)
+            routes.weights = _written(routes.weights, tables.weights, expand, device, fixed=True)
 
     def _share(self) -> None:
         """Look where the layers are now, and give those on one device the same `Routes`."""
@@ -118,20 +129,24 @@ class RouteWriter:
 
 
 def _written(
-    known: Tensor | None, table: NDArray[np.float32], expand: Expand, device: torch.device
+    known: Tensor | None, table: Table, expand: Expand, device: torch.device, *, fixed: bool = False
 ) -> Tensor:
-    """``table`` as a tensor: in the memory of ``known`` where that has the shape."""
-    new = torch.from_numpy(np.ascontiguousarray(table))
+    """``table`` as a tensor: in the memory of ``known`` where that has the shape.
+
+    Code is compiled for any number of columns, if these are not ``fixed``, and for any number of
+    rows where the batch is dynamic as well.
+    """
+    new = torch.from_numpy(table)
     if expand is not None:
         new = new.unsqueeze(1 if expand == "interleave" else 0)
     if known is not None and known.shape == new.shape and known.device == device:
         return overwrite(known, new)
     with torch.inference_mode(False):
-        tensor = torch.empty(new.shape, dtype=torch.float32, device=device)
+        tensor = torch.empty(new.shape, dtype=new.dtype, device=device)
         overwrite(tensor, new)
-    if len(table) > 1 and expand is None:
-        import torch._dynamo as dynamo  # takes seconds to import
+    import torch._dynamo as dynamo  # takes seconds to import
 
-        # One graph for any number of rows, where the batch is dynamic as well.
-        dynamo.maybe_mark_dynamic(tensor, 0)
+    any_rows = [0] if len(table) > 1 and expand is None else []
+    any_columns = [] if fixed else [tensor.ndim - 1]
+    dynamo.maybe_mark_dynamic(tensor, any_rows + any_columns)
     return tensor

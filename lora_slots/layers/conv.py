@@ -56,9 +56,11 @@ class ConvSlots(LoraSlots):
         dims = len(base.kernel_size)
         channels = y.ndim - dims - 1
         last, lora_B = with_dora(self, y.movedim(channels, -1), base, rows)
-        h, lora_B = factors(y, h.movedim(channels, -1), lora_B, self.scaling, rows)
-        if lora_B.ndim == 3:
-            share = torch.bmm(h.flatten(1, -2), lora_B).view(last.shape)
+        h = h.movedim(channels, -1)
+        h = h if rows is None else rows.columns_of(h)
+        h, lora_B = factors(y, h, lora_B, self.scaling, rows)
+        if rows is not None:
+            share = torch.bmm(h, lora_B).view(last.shape)
         else:
             kernel = lora_B.t().view(*reversed(lora_B.shape), *[1] * dims)
             share = _CONVOLVE[dims](h.movedim(-1, channels), kernel).movedim(channels, -1)

@@ -52,6 +52,8 @@ class EmbeddingSlots(LoraSlots):
             h = F.embedding(x, self.lora_A.t())
             if base.max_norm is not None:
                 h = self._bounded_by_slot(h, base)
+            if rows is not None:
+                h = rows.columns_of(h)
             total = add_rows(self, y, h, base, rows, self.scaling * scale)
         if self.token_rows is not None:
             total = replace_rows(

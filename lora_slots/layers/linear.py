@@ -60,11 +60,17 @@ class LinearSlots(LoraSlots):
 
     def _with_rows(self, x: Tensor, y: Tensor, base: nn.Module, rows: RowFactors | None) -> Tensor:
         if not y.is_meta and torch.is_autocast_enabled(y.device.type):
-            h = F.linear(x, self.lora_A)
+            h = self._by_rank(x, rows)
             with torch.autocast(y.device.type, enabled=False):
                 return add_rows(self, y, h, base, rows)
-        lora_A = self.lora_A
-        return add_rows(self, y, F.linear(cast_to(x, lora_A.dtype), lora_A), base, rows)
+        return add_rows(self, y, self._by_rank(cast_to(x, self.lora_A.dtype), rows), base, rows)
+
+    def _by_rank(self, x: Tensor, rows: RowFactors | None) -> Tensor:
+        """The product of x with A: ``[..., R]``, or what is picked of that, ``[batch, -1, k]``."""
+        if rows is None:
+            return F.linear(x, self.lora_A)
+        lora_A = rows.rows_of(self.lora_A)
+        return torch.bmm(x.reshape(x.shape[0], -1, x.shape[-1]), lora_A.transpose(1, 2))
 
 
 def add_rows(
@@ -77,7 +83,8 @@ def add_rows(
 ) -> Tensor:
     """Add to ``y [..., out]`` what ``slots`` make of ``h [..., R]``, the product of x with A.
 
-    ``scaling [1, R]`` stands for the slots' own where the base layer scales its output.
+    With ``rows``, of ``h [batch, -1, k]``, the columns picked for each. ``scaling [1, R]`` stands
+    for the slots' own where the base layer scales its output.
     """
     y, lora_B = with_dora(slots, y, base, rows)
     y = add_product(y, h, lora_B, slots.scaling if scaling is None else scaling, rows)
@@ -89,18 +96,20 @@ def with_dora(
 ) -> tuple[Tensor, Tensor]:
     """``y [..., out]`` and ``lora_B [R, out]`` as DoRA multiplies them.
 
-    With ``rows``, each has a ``lora_B`` of its own: ``[batch, R, out]``.
+    With ``rows``, each has a ``lora_B`` of its own: ``[batch, k, out]``.
     """
+    lora_B = slots.lora_B if rows is None else rows.rows_of(slots.lora_B)
     if slots.dora is None:
-        return y, slots.lora_B
+        return y, lora_B
     assert slots.owners is not None
-    if rows is not None:
-        gain = slots.gain(rows.weights)
-        change = along((gain - 1).sum(1), y.ndim)
-        return lift(y, change, base), slots.lora_B * gain.index_select(1, slots.owners[0])
-    gain = slots.gain()
-    y = lift(y, (gain - 1).sum(0), base)
-    return y, slots.lora_B * gain.index_select(0, slots.owners[0])
+    if rows is None:
+        gain = slots.gain()
+        y = lift(y, (gain - 1).sum(0), base)
+        return y, lora_B * gain.index_select(0, slots.owners[0])
+    gain = slots.gain(rows.weights)
+    y = lift(y, along((gain - 1).sum(1), y.ndim), base)
+    owners = slots.owners[0].index_select(0, rows.picks.flatten()).view(*rows.picks.shape, 1)
+    return y, lora_B * gain.gather(1, owners.expand(-1, -1, gain.shape[-1]))
 
 
 def with_bias(slots: LoraSlots, y: Tensor, rows: RowFactors | None = None) -> Tensor:
@@ -130,15 +139,15 @@ def add_product(
 ) -> Tensor:
     """``y [..., out] + where(scaling != 0, scaling * h [..., R], 0) @ lora_B [R, out]``.
 
-    Or with a ``lora_B`` for each row, ``[batch, R, out]``.
+    With ``rows``, ``h [batch, -1, k]`` and ``lora_B [batch, k, out]`` are those picked for each.
 
     The sum is an `addmm` because inductor fuses ``y + h @ B`` otherwise than the base layer alone,
     which would round differently even with nothing loaded.
     """
     h, lora_B = factors(y, h, lora_B, scaling, rows)
-    if lora_B.ndim == 3:
-        flat = cast_to(y.reshape(len(y), -1, y.shape[-1]), h.dtype)
-        total = torch.baddbmm(flat, h.reshape(len(h), -1, h.shape[-1]), lora_B)
+    if rows is not None:
+        flat = cast_to(y.reshape(y.shape[0], -1, y.shape[-1]), h.dtype)
+        total = torch.baddbmm(flat, h, lora_B)
     elif y.ndim == 2:
         return cast_to(torch.addmm(cast_to(y, h.dtype), h, lora_B), y.dtype)
     else:
@@ -157,22 +166,26 @@ def factors(
 ) -> tuple[Tensor, Tensor]:
     """Two factors whose product is ``where(scaling != 0, scaling * h, 0) @ lora_B``.
 
-    Both in the dtype in which the product is to be added to ``y``.
+    Both in the dtype in which the product is to be added to ``y``; ``rows`` as in `add_product`.
     """
     dtype = y.dtype if y.dtype == h.dtype else torch.promote_types(y.dtype, h.dtype)
     if y.is_cpu and dtype in _SLOW_ON_CPU:
         dtype = torch.float32
+    if rows is not None:
+        scaling = scaling[0].index_select(0, rows.picks.flatten()).view(*rows.picks.shape)
+        scaling = scaling.unsqueeze(1)
     on = scaling != 0
     if dtype == torch.float16:
         # scaling * h can leave the range of float16 where scaling * (h @ B) does not, and so can
         # scaling * B. What shrinks is applied to h; of what grows, B takes what it has room for.
-        room = 2**15 / lora_B.abs().amax(dim=1 if lora_B.ndim == 2 else (0, 2)).float()
-        grow = torch.minimum(scaling.abs().clamp(min=1), room)
-        lora_B = lora_B * grow.t()
+        room = 2**15 / lora_B.abs().amax(dim=-1).float()
+        grow = torch.minimum(scaling.abs().clamp(min=1), room.unsqueeze(-2))
+        lora_B = lora_B * grow.transpose(-1, -2)
         scaling = scaling / grow
     if rows is not None:
-        scaling = scaling * rows.scaling
-        on = on & (rows.scaling != 0)
+        factor = rows.factors.unsqueeze(1)
+        scaling = scaling * factor
+        on = on & (factor != 0)
     return cast_to(torch.where(on, h * scaling, 0), dtype), cast_to(lora_B, dtype)
 
 

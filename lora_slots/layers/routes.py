@@ -21,26 +21,31 @@ class Routes(SlotLayer):
     They are plain tensors, since Dynamo takes the size of a buffer for a constant, and these have
     as many rows as the batch. Being another module's module, they stay shared through ``.to()``.
 
+    Where the model sees each row several times, tables have one more dimension: ``[rows, 1, n]`` if
+    those lie side by side, ``[1, rows, n]`` if the whole batch is repeated.
+
     Attributes:
-        by_rank: ``[rows, R]`` float32, a factor of ``scaling``. Where the model sees each row
-            several times: ``[rows, 1, R]`` if those lie side by side, ``[1, rows, R]`` if the whole
-            batch is repeated. None: rows are not told apart.
-        by_slot: The same for ``weights``, with ``num_slots`` columns.
+        picks: ``[rows, k]`` int64, the rows by rank that each row of the batch is computed with. A
+            row that needs fewer has any of them more than once. None: rows are not told apart.
+        factors: ``[rows, k]`` float32, a factor of ``scaling`` for each; 0 for those not needed.
+        weights: ``[rows, num_slots]`` float32, a factor of ``weights``.
     """
 
-    by_rank: Tensor | None
-    by_slot: Tensor | None
+    picks: Tensor | None
+    factors: Tensor | None
+    weights: Tensor | None
 
     def __init__(self) -> None:
         """Tell no rows apart."""
         super().__init__()
-        self.by_rank = self.by_slot = None
+        self.picks = self.factors = self.weights = None
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        """Follow ``.to()``, but keep float32."""
+        """Follow ``.to()``, but keep the dtypes."""
         with torch.inference_mode(False):
-            self.by_rank = _moved(self.by_rank, fn)
-            self.by_slot = _moved(self.by_slot, fn)
+            self.picks = _moved(self.picks, fn)
+            self.factors = _moved(self.factors, fn)
+            self.weights = _moved(self.weights, fn)
         return self
 
 
@@ -48,14 +53,24 @@ class RowFactors(NamedTuple):
     """What one layer needs to know of the rows of its input.
 
     Attributes:
-        scaling: ``[batch, 1, ..., R]`` float32, a factor of ``scaling``, which broadcasts against
-            the layer's ``h [batch, ..., R]``.
+        picks: ``[batch, k]`` int64, the rows by rank that each is computed with.
+        factors: ``[batch, k]`` float32, a factor of ``scaling`` for each of these.
         weights: ``[batch, num_slots]`` float32, in the place of ``weights``; None where the layer
             has none.
     """
 
-    scaling: Tensor
+    picks: Tensor
+    factors: Tensor
     weights: Tensor | None
+
+    def rows_of(self, buffer: Tensor) -> Tensor:
+        """The rows of ``buffer [R, width]`` that each is computed with: ``[batch, k, width]``."""
+        return buffer.index_select(0, self.picks.flatten()).view(*self.picks.shape, -1)
+
+    def columns_of(self, h: Tensor) -> Tensor:
+        """Of ``h [batch, ..., R]`` the columns for these: ``[batch, -1, k]``."""
+        flat = h.reshape(h.shape[0], -1, h.shape[-1])
+        return flat.gather(2, self.picks.unsqueeze(1).expand(-1, flat.shape[1], -1))
 
 
 def row_factors(slots: LoraSlots, like: Tensor, *, batched: bool = True) -> RowFactors | None:
@@ -66,16 +81,16 @@ def row_factors(slots: LoraSlots, like: Tensor, *, batched: bool = True) -> RowF
             torch's own error that says so, when the code is compiled.
     """
     routes = slots.routes
-    if routes is None or routes.by_rank is None or routes.by_slot is None:
+    if routes is None or routes.picks is None or routes.factors is None or routes.weights is None:
         return None
     if not (batched and like.ndim > 1):
         _refuse(slots, "no batch")
     count = like.shape[0]
-    scaling = _spread(slots, routes.by_rank, count)
+    picks = _spread(slots, routes.picks, count)
+    factors = _spread(slots, routes.factors, count)
     if slots.weights is None:
-        return RowFactors(along(scaling, like.ndim), None)
-    weights = slots.weights * _spread(slots, routes.by_slot, count)
-    return RowFactors(along(scaling, like.ndim), weights)
+        return RowFactors(picks, factors, None)
+    return RowFactors(picks, factors, slots.weights * _spread(slots, routes.weights, count))
 
 
 def along(table: Tensor, ndim: int) -> Tensor:
@@ -129,5 +144,5 @@ def _moved(table: Tensor | None, fn: Callable[[Tensor], Tensor]) -> Tensor | Non
         return None
     new = fn(table)
     if table.is_meta and not new.is_meta:
-        return torch.zeros_like(new, dtype=torch.float32)
-    return new if new.dtype == torch.float32 else table.to(new.device)
+        return torch.zeros_like(new, dtype=table.dtype)
+    return new if new.dtype == table.dtype else table.to(new.device)
