@@ -6,8 +6,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Self
 
-import numpy as np
-
 from lora_slots.bank.state import BankState
 
 
@@ -37,7 +35,7 @@ class Work:
             for slot, (was, own) in enumerate(zip(old.held, new.held, strict=True))
             if own is not was or new.owned(slot) != old.owned(slot)
         ]
-        in_use = old.roster.slot_weights().keys()
+        in_use, used_next = old.roster.slot_weights(), new.roster.slot_weights()
         read = [old.owned(slot) for slot in in_use]
         unused = [slot for slot in changed if slot not in in_use]
         early = [slot for slot in unused if not _overlap(new.owned(slot), read)]
@@ -45,8 +43,8 @@ class Work:
         is_seen = (
             bool(late)
             or new.shown != old.shown
-            or not np.array_equal(new.tables.scaling, old.tables.scaling)
-            or not np.array_equal(new.tables.weights, old.tables.weights)
+            or in_use != used_next
+            or any(slot in used_next for slot in changed)
             or new.routes is not old.routes
         )
         return cls(changed, unused, early, late, is_seen)
