@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import operator
 from collections import defaultdict
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
+from lora_slots.bank.memory import Memory
 from lora_slots.layers import SlotLayer
 from lora_slots.staging.copying import for_each, sent
 from lora_slots.staging.staged import Bits, StagedRows, as_bits
@@ -28,12 +28,12 @@ class Buffers:
         """Look the buffers ``name`` of ``layers`` up when they are needed."""
         self._layers = layers
         self._name = name
-        self._known: list[Tensor | None] = []
+        self._known = Memory()
         self._bits: list[Bits | None] = []
 
     def __getstate__(self) -> dict[str, object]:
         """Copies and pickles have buffers of their own."""
-        return vars(self) | {"_known": [], "_bits": []}
+        return vars(self) | {"_known": Memory(), "_bits": []}
 
     def of(self, target: int) -> Tensor:
         """All rows of the buffer of one layer."""
@@ -81,12 +81,12 @@ class Buffers:
         _count([buffers[target] for target in targets])
 
     def _look_up(self) -> tuple[list[Tensor | None], list[Bits | None]]:
-        """Every buffer, and its memory where that is the host's; ``.to()`` may change both."""
+        """Every buffer, and its memory where that is the host's."""
         buffers = [layer.whole(self._name) for layer in self._layers]
-        if len(buffers) != len(self._known) or not all(map(operator.is_, buffers, self._known)):
-            self._known = buffers
+        if not self._known.is_of(buffers):
+            self._known = Memory(buffers)
             self._bits = [None if buffer is None else as_bits(buffer) for buffer in buffers]
-        return self._known, self._bits
+        return buffers, self._bits
 
 
 def copy_bits(into: Sequence[Bits], values: Sequence[Bits]) -> None:
