@@ -32,11 +32,13 @@ class Prepared:
     Attributes:
         staged: What to write.
         started: When the load began, by `time.perf_counter`.
+        weight: Its multiplier, where a catalogue says so.
     """
 
     staged: StagedAdapter
     started: float
     _report: LoadReport
+    weight: float = 1.0
 
     @property
     def cached(self) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from typing import Any, Literal, Self
 
 import torch
@@ -398,7 +399,8 @@ class SlotManager:
 
     def _read_ahead(self, adapter_name: str) -> None:
         prepared = self._prepare_entry(self._catalogue[adapter_name])
-        self._loader.cache.check_size(prepared.staged)
+        with self._staying():
+            self._loader.cache.check_size(prepared.staged)
         if not prepared.cached:
             self._tally.prefetched()
 
@@ -605,16 +607,16 @@ class SlotManager:
 
         Reads names, sizes and counts only, at once and in any thread. Printed, it is a table.
         """
-        self._check_usable()
-        return status_of(
-            self._bank.state,  # read once: another thread may change it
-            self._layout,
-            self._bank.max_rank,
-            self._loader.cache,
-            len(self._catalogue),
-            self._tally,
-            rows=self._bank.rows,
-        )
+        with self._staying():
+            return status_of(
+                self._bank.state,  # read once: another thread may change it
+                self._layout,
+                self._bank.max_rank,
+                self._loader.cache,
+                len(self._catalogue),
+                self._tally,
+                rows=self._bank.rows,
+            )
 
     def detach(self) -> None:
         """Take all slots away; classes, buffers and children are gone, and so is the manager.
@@ -655,11 +657,13 @@ class SlotManager:
         refusals.refuse_freezing(self._modules)
         refusals.refuse_fast_path(self._layout)
         refusals.refuse_fused_projections(self._modules, self._layout)
-        spare = self._bank.take_spare if reuse else tuple
-        return self._loader.prepare(source, strict=strict, compress_to=compress_to, spare=spare)
+        with self._staying():
+            spare = self._bank.take_spare if reuse else tuple
+            return self._loader.prepare(source, strict=strict, compress_to=compress_to, spare=spare)
 
     def _prepare_entry(self, entry: CatalogueEntry, *, reuse: bool = False) -> Prepared:
-        return self._prepare(entry.source, entry.strict, entry.compress_to, reuse=reuse)
+        prepared = self._prepare(entry.source, entry.strict, entry.compress_to, reuse=reuse)
+        return replace(prepared, weight=entry.weight)  # `add` may know another one by now
 
     def _prepare_all(self, entries: Mapping[str, CatalogueEntry]) -> dict[str, Prepared]:
         return {name: self._prepare_entry(entry, reuse=True) for name, entry in entries.items()}
@@ -669,7 +673,8 @@ class SlotManager:
     ) -> tuple[Roster, tuple[str, ...]]:
         """The roster that has room for an adapter, and who is evicted for that."""
         check_name(adapter_name)
-        return self._bank.make_room({adapter_name: staged}, evict=self._evicts)
+        with self._staying():
+            return self._bank.make_room({adapter_name: staged}, evict=self._evicts)
 
     def _missing(self, adapter_names: Iterable[str]) -> dict[str, CatalogueEntry]:
         """Those of these adapters that are not loaded."""
@@ -685,7 +690,7 @@ class SlotManager:
         """The roster after a change for which ``missing`` are loaded, and others may be evicted."""
         roster = self._roster
         for name, entry in missing.items():
-            roster = roster.with_new(name, weight=entry.weight)
+            roster = roster.with_new(name, weight=ready.get(name, entry).weight)
         roster = change(roster)
         if not missing:
             return roster
@@ -744,6 +749,16 @@ class SlotManager:
     def _roster(self) -> Roster:
         bank = vars(self).get("_bank")
         return Roster(0) if bank is None else bank.state.roster
+
+    @contextmanager
+    def _staying(self) -> Iterator[None]:
+        """Whatever fails because another thread detaches meanwhile is that it was detached."""
+        self._check_usable()
+        try:
+            yield
+        except Exception:
+            self._check_usable()
+            raise
 
     def _check_usable(self) -> None:
         if vars(self._model).get(_ATTRIBUTE) is not self:

@@ -4,8 +4,8 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from toys import toy, toy_adapter, toy_input
 from torch import nn
+from toys import toy, toy_adapter, toy_input
 
 from lora_slots import SlotManager
 
