@@ -264,7 +264,8 @@ class Bank:
     def _steer(self, old: BankState, new: BankState) -> None:
         for steering, table in zip(self._steering, new.tables, strict=True):
             steering.write(cast("Table", table))
-        if new.shown != old.shown or any(layer.is_torn for layer in self._layers):
+        torn = new.shown is not None and any(layer.is_torn for layer in self._layers)
+        if torn or new.shown != old.shown:
             self._show(new.shown, new.routes)
         elif self._routes is not None:
             self._routes.write(new.routes, new.shown)

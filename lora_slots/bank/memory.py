@@ -30,4 +30,4 @@ class Memory:
 
 
 def _places(buffers: Sequence[Tensor | None]) -> list[int]:
-    return [0 if buffer is None else buffer.data_ptr() for buffer in buffers]
+    return [buffer.data_ptr() for buffer in buffers if buffer is not None]
