@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 
 from lora_slots.attach.attachment import Attachment
 from lora_slots.attach.refusals import refuse_fast_path
@@ -208,17 +209,14 @@ class Changes:
         reuse: bool = True,
     ) -> Prepared:
         """The part of a load that writes nothing; ``reuse``: into memory that a load has left."""
-        self._attachment.refuse_detached()
-        try:
+        with self._attachment.staying():
             self._attachment.refuse_ignored_slots()
             spare = self._bank.take_spare if reuse else tuple
             return self._loader.prepare(source, strict=strict, compress_to=compress_to, spare=spare)
-        except Exception:
-            self._attachment.refuse_detached()  # meanwhile, so that there were no slots to ask
-            raise
 
     def _prepare_entry(self, entry: CatalogueEntry) -> Prepared:
-        return self._prepare(entry.source, entry.strict, entry.compress_to)
+        prepared = self._prepare(entry.source, entry.strict, entry.compress_to)
+        return replace(prepared, weight=entry.weight)  # `add` may know another one by now
 
     def _prepare_all(self, entries: Mapping[str, CatalogueEntry]) -> dict[str, Prepared]:
         return {name: self._prepare_entry(entry) for name, entry in entries.items()}
@@ -228,7 +226,8 @@ class Changes:
     ) -> tuple[Roster, tuple[str, ...]]:
         """The roster that has room for an adapter, and who is evicted for that."""
         check_name(adapter_name)
-        return self._bank.make_room({adapter_name: staged}, evict=self._evict)
+        with self._attachment.staying():
+            return self._bank.make_room({adapter_name: staged}, evict=self._evict)
 
     def _changed(
         self,
@@ -240,7 +239,7 @@ class Changes:
         """The roster after a change for which ``missing`` are loaded, and others may be evicted."""
         roster = self._roster
         for name, entry in missing.items():
-            roster = roster.with_new(name, weight=entry.weight)
+            roster = roster.with_new(name, weight=ready.get(name, entry).weight)
         roster = change(roster)
         if not missing:
             return roster

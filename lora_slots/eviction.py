@@ -9,6 +9,9 @@ from lora_slots.bank.rows import free_rows
 from lora_slots.errors import NoFreeSlotError
 from lora_slots.roster import NO_SLOT, Roster
 
+# How many of the adapters that one call wants a message names.
+_MOST_NAMED = 8
+
 
 @dataclass(frozen=True)
 class Room:
@@ -81,7 +84,9 @@ class Room:
         """What is wanted, what there is, who has it, and what can be done."""
         who = f"adapter {next(iter(wanted))!r} needs"
         if len(wanted) > 1:
-            who = f"adapters {', '.join(map(repr, wanted))} need"
+            more = len(wanted) - _MOST_NAMED
+            some = ", ".join(map(repr, list(wanted)[:_MOST_NAMED]))
+            who = f"adapters {some}{f' and {more} more' if more > 0 else ''} need"
         few_slots = self._slots_missing(wanted, gone) > 0
         lack, option = (self._lack_of_slots if few_slots else self._lack_of_rows)(wanted, gone)
         remedy = "unload one, load over its name"

@@ -10,9 +10,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
+import torch
 from torch import Tensor
 
 from lora_slots.cache import Cached, StagedCache, base_state, identity
+from lora_slots.errors import AdapterFileError
 from lora_slots.layout import Layout
 from lora_slots.reading import RawAdapter, Source, read_adapter
 from lora_slots.report import LoadReport
@@ -32,11 +34,13 @@ class Prepared:
     Attributes:
         staged: What to write.
         started: When the load began, by `time.perf_counter`.
+        weight: Its multiplier, where a catalogue says so.
     """
 
     staged: StagedAdapter
     started: float
     _report: LoadReport
+    weight: float = 1.0
 
     @property
     def cached(self) -> bool:
@@ -106,6 +110,7 @@ class Loader:
         spare: Callable[[], Sequence[Tensor]],
     ) -> tuple[StagedAdapter, LoadReport]:
         raw = source if isinstance(source, RawAdapter) else read_adapter(source)
+        _check_dense(raw)
         adapter = resolve(raw, self._layout, strict=strict)
         self._warn_of_other_base(adapter)
         if rank is not None:
@@ -126,6 +131,22 @@ class Loader:
             warnings.warn(
                 f"adapter {adapter.source} was trained on {theirs}, but this model is {ours}",
                 stacklevel=7,
+            )
+
+
+def _check_dense(raw: RawAdapter) -> None:
+    """Refuse tensors that are no plain numbers in memory.
+
+    Raises:
+        AdapterFileError: Names one.
+    """
+    for key, tensor in raw.tensors.items():
+        if tensor.is_meta or tensor.layout is not torch.strided or tensor.is_nested:
+            what = "is sparse or nested"
+            if tensor.is_meta:
+                what = "has no values, since it is on the meta device"
+            raise AdapterFileError(
+                f"{key} in adapter {raw.source} {what}; only dense tensors with data can be loaded"
             )
 
 

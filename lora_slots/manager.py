@@ -502,10 +502,10 @@ class SlotManager:
 
         Reads names, sizes and counts only, at once and in any thread. Printed, it is a table.
         """
-        self._attachment.refuse_detached()
-        return status_of(
-            self._bank, self._layout, self._loader.cache, len(self._catalogue), self._tally
-        )
+        with self._attachment.staying():
+            return status_of(
+                self._bank, self._layout, self._loader.cache, len(self._catalogue), self._tally
+            )
 
     def detach(self) -> None:
         """Take all slots away; classes, buffers and children are gone, and so is the manager.

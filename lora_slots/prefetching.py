@@ -191,9 +191,16 @@ def _stop_all() -> None:
 
 
 def _without_frames(error: BaseException) -> BaseException:
-    """The error, and what led to it, without tracebacks: their frames keep the model alive."""
-    part: BaseException | None = error
-    while part is not None:
+    """The error, and what led to it, less all that would keep the model alive."""
+    parts: list[BaseException | None] = [error]
+    seen = set()
+    while parts:
+        part = parts.pop()
+        if part is None or id(part) in seen:
+            continue
+        seen.add(id(part))
         part.__traceback__ = None
-        part = part.__cause__ or part.__context__
+        if isinstance(part, AttributeError):
+            part.obj = None
+        parts += [part.__cause__, part.__context__]
     return error

@@ -335,3 +335,13 @@ def test_what_another_thread_unloads_meanwhile_is_loaded_again(monkeypatch):
     manager.set_adapters(["plus", "other"])
     assert set(manager.active_adapters) == {"plus", "other"}
     assert model(X).item() == 10
+
+
+def test_a_refusal_names_a_few_of_a_thousand():
+    manager = SlotManager(toy(), max_rank=8, num_slots=3)
+    source = toy_adapter()
+    for number in range(1000):
+        manager.add(f"n{number}", source)
+    with pytest.raises(NoFreeSlotError, match="'n7' and 992 more need 1000 free slots") as raised:
+        manager.set_adapters(list(manager.catalogue))
+    assert len(str(raised.value)) < 300

@@ -134,7 +134,7 @@ def test_a_change_runs_as_many_operators_on_a_deep_model_as_on_a_shallow_one(cha
 
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_change_costs_few_calls_of_python_for_each_linear(change, tmp_path):
-    assert calls_per_linear(tmp_path, CHANGES[change], cache_bytes=CACHE) < 20
+    assert calls_per_linear(tmp_path, CHANGES[change], cache_bytes=CACHE) < 25
 
 
 def test_counting_notices_what_is_done_for_each_linear(tmp_path):

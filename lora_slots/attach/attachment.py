@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import TypeVar
 
 from torch import nn
@@ -78,6 +79,20 @@ class Attachment:
         """
         if vars(self.root).get(_ATTRIBUTE) is not self._manager:
             raise AttachError("this SlotManager was detached; build a new one")
+
+    @contextmanager
+    def staying(self) -> Iterator[None]:
+        """Whatever fails because another thread detaches meanwhile is that it was detached.
+
+        Raises:
+            AttachError: It was detached.
+        """
+        self.refuse_detached()
+        try:
+            yield
+        except Exception:
+            self.refuse_detached()
+            raise
 
     def refuse_ignored_slots(self) -> None:
         """Refuse states that the model has come into since, in which slots would be ignored.

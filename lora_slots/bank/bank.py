@@ -262,7 +262,8 @@ class Bank:
     def _steer(self, old: BankState, new: BankState) -> None:
         for steering, table in zip(self._steering, new.tables, strict=True):
             steering.write(cast("Table", table))
-        if new.shown != old.shown:
+        torn = new.shown is not None and any(layer.is_torn for layer in self._layers)
+        if torn or new.shown != old.shown:
             self._show(new.shown)
         if self._routes is not None:
             self._routes.write(new.routes)

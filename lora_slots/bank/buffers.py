@@ -11,6 +11,7 @@ from typing import TypeGuard, cast
 import torch
 from torch import Tensor
 
+from lora_slots.bank.memory import Memory
 from lora_slots.layers import SlotLayer
 from lora_slots.staging.copying import for_each, sent
 from lora_slots.staging.staged import Bits, StagedRows, as_bits
@@ -30,17 +31,17 @@ class Buffers:
         """Look the buffers ``name`` of ``layers`` up when they are needed."""
         self._layers = layers
         self._name = name
-        self._known: list[Tensor | None] = []
+        self._known = Memory()
         self._bits: list[Bits | None] = []
 
     def __getstate__(self) -> dict[str, object]:
         """Copies and pickles have buffers of their own."""
-        return vars(self) | {"_known": [], "_bits": []}
+        return vars(self) | {"_known": Memory(), "_bits": []}
 
     def of(self, targets: Sequence[int]) -> list[Tensor]:
         """All rows of the buffers of some layers."""
         self._look_up()
-        return [cast("Tensor", self._known[target]) for target in targets]
+        return [cast("Tensor", self._known.buffers[target]) for target in targets]
 
     def copy(self, rows: StagedRows, starts: Sequence[int]) -> None:
         """Write ``rows``, those of each target from its row in ``starts`` on."""
@@ -71,11 +72,11 @@ class Buffers:
         torch.autograd.graph.increment_version(buffers)
 
     def _look_up(self) -> None:
-        """Find every buffer, and its memory where that is the host's; ``.to()`` may change both."""
+        """Find every buffer, and its memory where that is the host's."""
         buffers = [layer.whole(self._name) for layer in self._layers]
-        if len(buffers) != len(self._known) or not all(map(operator.is_, buffers, self._known)):
+        if not self._known.is_of(buffers):
+            self._known = Memory(buffers)
             self._bits = [None if buffer is None else as_bits(buffer) for buffer in buffers]
-            self._known = buffers
 
 
 def _all_there(bits: Sequence[Bits | None]) -> TypeGuard[Sequence[Bits]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from lora_slots.bank.memory import Memory
 from lora_slots.errors import ArgumentError
 from lora_slots.layers import SlotLayer
 from lora_slots.staging.copying import overwrite
@@ -126,17 +126,17 @@ class Steering:
             index: layer for index, layer in enumerate(layers) if layer.whole(name) is not None
         }
         self._groups = self._group(shared=True)
-        self._known = self._buffers()
+        self._known = Memory(self._buffers())
 
     def __getstate__(self) -> dict[str, object]:
         """Leave out what is looked up again: copies and pickles have buffers of their own."""
-        return vars(self) | {"_groups": [], "_known": [None] * len(self._layers)}
+        return vars(self) | {"_groups": [], "_known": Memory()}
 
     def write(self, table: Table) -> None:
         """Copy ``table [modules, columns]`` into the buffers, once over to each device."""
         buffers = self._buffers()
-        if not all(map(operator.is_, self._known, buffers)):
-            self._known, self._groups = buffers, self._group()
+        if not self._known.is_of(buffers):
+            self._known, self._groups = Memory(buffers), self._group()
         for group in self._groups:
             group.write(table)
 

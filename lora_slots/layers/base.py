@@ -70,24 +70,38 @@ class SlotLayer(nn.Module):
         self.register_buffer(name, buffer, persistent=False)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        """Follow ``.to()``, ``.half()`` and ``.to_empty()``, but keep float32 what must be."""
+        """Follow ``.to()``, ``.half()`` and ``.to_empty()``, but keep float32 what must be.
+
+        ``fn`` says where buffers are and of which dtype; what they hold stays, ``.to_empty()`` or
+        not.
+        """
         shown = self.show(None)
         before = dict(self.named_buffers(recurse=False))
-        # As in add_buffer: what inference_mode makes could not be written to outside of it.
-        with torch.inference_mode(False):
-            super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        for name, old in before.items():
-            new = self.get_buffer(name)
-            if new is not old:
-                SlotLayer.generation += 1
-            if name in self.float32 and new.dtype != torch.float32:
-                new = old.to(new.device)
-                self.register_buffer(name, new, persistent=False)
-            if old.is_meta and not new.is_meta:
-                # The memory is new and holds anything; slots start empty.
-                new.zero_()
-        self.show(shown)
+        try:
+            # As in add_buffer: what inference_mode makes could not be written to outside of it.
+            with torch.inference_mode(False):
+                super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+            for name, old in before.items():
+                self._settle(name, old)
+        finally:
+            self.show(shown)
         return self
+
+    def _settle(self, name: str, old: Tensor) -> None:
+        """Let the buffer that took the place of ``old`` hold what that held."""
+        new = self.get_buffer(name)
+        if new is old:
+            return
+        SlotLayer.generation += 1
+        if name in self.float32 and new.dtype != torch.float32:
+            self.register_buffer(name, old.to(new.device), persistent=False)
+        if new.is_meta:
+            return
+        if old.is_meta:
+            # The memory is new and holds anything; slots start empty.
+            self.get_buffer(name).zero_()
+        else:
+            self.get_buffer(name).copy_(old)
 
     def show(self, rows: int | None) -> int | None:
         """Let ``forward`` see only as many rows; None: all. Return how many it saw before.
@@ -99,6 +113,11 @@ class SlotLayer(nn.Module):
     @property
     def shows_some(self) -> bool:
         """Whether ``forward`` sees the first rows only."""
+        return False
+
+    @property
+    def is_torn(self) -> bool:
+        """Whether ``forward`` sees rows in memory of their own, apart from the others."""
         return False
 
     def whole(self, name: str) -> Tensor | None:
@@ -221,6 +240,18 @@ class LoraSlots(SlotLayer):
     def shows_some(self) -> bool:
         """Whether ``forward`` sees the first rows only."""
         return bool(self._whole)
+
+    @property
+    def is_torn(self) -> bool:
+        """Whether the rows that ``forward`` sees are no longer those of the same memory.
+
+        As after ``buffer.data = ...``, which knows of no others.
+        """
+        for name, whole in self._whole.items():
+            part = cast("Tensor", self._buffers[name])
+            if part.data_ptr() != whole.data_ptr() and part.numel() > 0:
+                return True
+        return False
 
     def whole(self, name: str) -> Tensor | None:
         """All rows of a buffer, however many of them ``forward`` sees."""

@@ -87,7 +87,7 @@ def _in_metadata(metadata: Mapping[str, str], path: str) -> dict[str, Any] | Non
 def _parse(text: str, where: str) -> dict[str, Any]:
     try:
         config = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise AdapterFileError(f"{where} is not valid JSON: {error}") from error
     if not isinstance(config, dict):
         raise AdapterFileError(f"{where} must be a JSON object, got {type(config).__name__}")

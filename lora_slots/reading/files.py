@@ -47,6 +47,10 @@ def read_weights(
         AdapterFileError: The file cannot be opened; the message names the likely cause.
         UnsupportedAdapterError: A pickle that may not be read.
     """
+    if os.path.exists(path) and not os.path.isfile(path):
+        # Opening a pipe would wait for somebody to write into it.
+        kind = "a folder" if os.path.isdir(path) else "a pipe or a device"
+        raise AdapterFileError(f"{path} must be a file, but it is {kind}")
     if path.endswith(PICKLE_SUFFIXES):
         if header_only or not allow_pickle:
             raise UnsupportedAdapterError(

@@ -22,7 +22,8 @@ def locate(path: str, *, allow_pickle: bool = False) -> str:
     ``pytorch_lora_weights.bin``. Folders within are not looked into.
 
     Raises:
-        AdapterFileError: Nothing is there, or several files without one of these names are.
+        AdapterFileError: Nothing is there, or several files without one of these names are, or the
+            folder cannot be read.
     """
     if not os.path.exists(path):
         if not looks_like_hub_id(path):
@@ -31,7 +32,10 @@ def locate(path: str, *, allow_pickle: bool = False) -> str:
         path = download(path, [CONFIG_NAME, *names])
     if not os.path.isdir(path):
         return path
-    names_found = sorted(os.listdir(path))
+    try:
+        names_found = sorted(os.listdir(path))
+    except OSError as error:
+        raise AdapterFileError(f"{path} cannot be read: {error.strerror or error}") from error
     others = [name for name in names_found if name.endswith(".safetensors")]
     usual = [name for name in SAFETENSORS_NAMES if name in others]
     if not usual and len(others) > 1:
@@ -57,6 +61,8 @@ def _nothing_in(path: str, names: list[str]) -> str:
 
 
 def _holds_weights(path: str) -> bool:
-    return os.path.isdir(path) and any(
-        name in WEIGHT_NAMES or name.endswith(".safetensors") for name in os.listdir(path)
-    )
+    try:
+        names = os.listdir(path)
+    except OSError:  # no folder, or none that may be read
+        return False
+    return any(name in WEIGHT_NAMES or name.endswith(".safetensors") for name in names)

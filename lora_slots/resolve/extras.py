@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from lora_slots.errors import (
-    AdapterFileError,
     AttachError,
     TargetMismatchError,
     UnsupportedAdapterError,
@@ -89,11 +88,6 @@ def _check_tensor(key: str, tensor: Tensor, raw: RawAdapter) -> None:
             raise UnsupportedAdapterError(
                 f"{raw.source} uses {feature}, as its key {key!r} shows, which is not applied here"
             )
-    if tensor.is_meta:
-        raise AdapterFileError(
-            f"{key} in adapter {raw.source} is on the meta device; only tensors with data can be "
-            "loaded"
-        )
 
 
 def _why_idle(

@@ -127,7 +127,7 @@ def _warn_if_trained_apart(raw: RawAdapter) -> None:
     """
     try:
         arguments = json.loads(raw.metadata.get("ss_network_args", "{}"))
-    except ValueError:
+    except (ValueError, RecursionError):
         return
     if isinstance(arguments, dict) and str(arguments.get("split_qkv")).lower() == "true":
         warnings.warn(

@@ -79,7 +79,7 @@ def pack(
         counts = [part.rows.shape[0] for part in own]
         block = _memory(sum(counts) * width, dtype, spare, pinned=pinned)
         blocks.append(block)
-        rows = block.view(-1, width)
+        rows = block.view(sum(counts), width)
         for index, view in zip(indices, torch.split(rows, counts), strict=True):
             views[index] = view
         runs += _runs(own, rows)
@@ -106,7 +106,7 @@ def _runs(parts: Sequence[Part], rows: Tensor) -> Iterator[_Run]:
     """Cut the parts of one block into runs of some size, as far as whole parts make that."""
     some: list[Part] = []
     start = stop = 0
-    least = -(-_RUN // (rows.shape[1] * rows.itemsize))
+    least = -(-_RUN // max(rows.shape[1] * rows.itemsize, 1))  # layers may have no inputs
     for part in parts:
         some.append(part)
         stop += part.rows.shape[0]

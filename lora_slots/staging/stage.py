@@ -185,13 +185,6 @@ def _check_sizes(
             f"{adapter.source} has {tuple(A.shape)} and {tuple(B.shape)}: it was made for another "
             "model"
         )
-    for side, tensor in (("lora_A", A), ("lora_B", B)):
-        if tensor.is_meta or tensor.layout is not torch.strided:
-            what = "is on the meta device" if tensor.is_meta else f"has layout {tensor.layout}"
-            raise AdapterFileError(
-                f"{side} of {module.path} in adapter {adapter.source} {what}; only dense tensors "
-                "with data can be loaded"
-            )
 
 
 def _squeezed(shape: Sequence[int]) -> tuple[int, ...]:
