@@ -151,6 +151,20 @@ def test_going_back_to_set_adapters_and_routing_again_compiles_nothing():
     assert backend.graphs == 2
 
 
+def test_after_a_warmup_of_all_rank_buckets_routes_that_are_seen_and_hidden_compile_nothing():
+    both = routed_blocks(rank_buckets=[4], max_rank=16)
+    backend = CountingBackend()
+    model = torch.compile(both.model, backend=backend, fullgraph=True)
+    both.manager.route(ROWS)
+    both.manager.warmup(lambda: model(tokens(4)))
+    assert backend.graphs == len(both.manager._bank.buckets) == 2
+    with both.manager.no_recompile():
+        both.assert_rows(ROWS, tokens(4), run=model)
+        both.manager.disable_adapters()
+        both.assert_rows([None] * 4, tokens(4), run=model)
+    assert backend.graphs == 2
+
+
 @pytest.mark.parametrize("fullgraph", [True, False])
 @pytest.mark.parametrize("dynamic", [True, False])
 @pytest.mark.parametrize(("names", "rows"), [(ROWS, 3), (["a"], 4), (ROWS, 1), (ROWS, 8)])
