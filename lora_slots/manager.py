@@ -387,7 +387,8 @@ class SlotManager:
     def route(self, adapter_names: Iterable[Row] | None, *, expand: Expand = None) -> None:
         """Give each row of the next forwards adapters of its own, whatever is active.
 
-        Other names in as many rows are other numbers in the same memory, and never recompile.
+        Other names and weights in as many rows never recompile. Each row is computed with what its
+        own adapters have, not with all slots; what the row that needs most has, all rows cost.
         Adapters of the catalogue that are in no slot are loaded first, as in `set_adapters`.
 
         Args:
@@ -478,6 +479,9 @@ class SlotManager:
         Args:
             fn: Calls the compiled model as it will be used, for a prompt and for a token; in the
                 thread that calls it, since all others that `hold` wait meanwhile.
+
+        Raises:
+            HoldError: This thread holds.
         """
         self._attachment.refuse_detached()
         trials.warmup(self._bank, self._lock, fn)
@@ -511,6 +515,11 @@ class SlotManager:
         """Take all slots away; classes, buffers and children are gone, and so is the manager.
 
         A compiled model compiles once more.
+
+        Raises:
+            AttachError: It was detached before, or the class of a target module was changed since;
+                nothing is detached.
+            HoldError: This thread holds.
         """
         self._changes.detach()
         self._prefetcher.stop()

@@ -28,8 +28,11 @@ from benchmarks.models import (
     write_adapter,
 )
 from pytest_benchmark.fixture import BenchmarkFixture
+from routed import Row, routed_blocks, tokens
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
+from toys import blocks
 
 from lora_slots import SlotManager
 from lora_slots.bank import buffers
@@ -172,6 +175,27 @@ def test_new_routes_run_as_many_operators_on_a_deep_model_as_on_a_shallow_one(tm
             setup.manager.route(["other", None, "default"])
         counts.append(operators.calls)
     assert counts[0] == counts[1]
+
+
+def test_routed_rows_cost_what_their_own_adapters_need_however_many_slots_there_are():
+    one, two = "a", {"a": 1.0, "b": 0.5}
+    assert routed_flops(4, one) == routed_flops(16, one) > 0
+    assert routed_flops(16, two) == 2 * routed_flops(16, one)
+    # Where rows are not told apart, all slots are multiplied.
+    assert routed_flops(16, None) == 4 * routed_flops(4, None) > 2 * routed_flops(16, two)
+
+
+def routed_flops(num_slots: int, row: Row) -> int:
+    """What slots add to the products of a forward of four rows; None: rows are not told apart."""
+    both = routed_blocks(max_rank=8, num_slots=num_slots)
+    both.manager.route(None if row is None else [row, None, row, row])
+    return flops(both.model) - flops(blocks())
+
+
+def flops(model: torch.nn.Module) -> int:
+    with torch.no_grad(), FlopCounterMode(display=False) as counter:
+        model(tokens(4))
+    return counter.get_total_flops()
 
 
 @pytest.mark.parametrize("ranks", [(8, 8), (4, 8), (8, 4)])

@@ -22,6 +22,7 @@ from lora_slots import (
     AdapterFileError,
     ArgumentError,
     AttachError,
+    Prefetch,
     SlotManager,
     UnknownAdapterError,
 )
@@ -62,6 +63,14 @@ def start(root: Path, count: int = 3, **options: object) -> tuple[torch.nn.Modul
     for number in range(count):
         manager.add(f"n{number}", toy_folder(root / f"n{number}", 4, seed=number))
     return model, manager
+
+
+def held_up(manager: SlotManager, reads: Reads, count: int) -> Prefetch:
+    """Prefetch as many adapters; two are being read, and no further until ``reads.go_on``."""
+    reads.go_on.clear()
+    handle = manager.prefetch([f"n{number}" for number in range(count)])
+    wait_until(lambda: len(reads.seen) == 2)
+    return handle
 
 
 def readers() -> list[threading.Thread]:
@@ -136,9 +145,7 @@ def test_this_check_sees_a_file_that_is_read_twice(tmp_path, reads):
 
 def test_one_that_is_only_queued_is_not_waited_for(tmp_path, reads):
     _, manager = start(tmp_path, count=6)
-    reads.go_on.clear()
-    handle = manager.prefetch([f"n{number}" for number in range(5)])  # two at a time
-    wait_until(lambda: len(reads.seen) == 2)
+    handle = held_up(manager, reads, count=5)
     use = Task(lambda: manager.set_adapters("n4"))
     wait_until(lambda: "n4" in reads.seen)
     reads.go_on.set()
@@ -223,9 +230,7 @@ def test_without_a_cache_or_with_an_unknown_name_nothing_begins(tmp_path, reads)
 
 def test_cancel_begins_nothing_more(tmp_path, reads):
     _, manager = start(tmp_path, count=6)
-    reads.go_on.clear()
-    handle = manager.prefetch([f"n{number}" for number in range(6)])
-    wait_until(lambda: len(reads.seen) == 2)
+    handle = held_up(manager, reads, count=6)
     handle.cancel()
     reads.go_on.set()
     assert handle.wait(LIMIT)
@@ -237,9 +242,7 @@ def test_cancel_begins_nothing_more(tmp_path, reads):
 def test_a_copy_made_while_a_prefetch_runs_is_whole_and_reads_for_itself(tmp_path, reads, copied):
     model, manager = start(tmp_path)
     manager.load(toy_adapter(seed=9), "mine")
-    reads.go_on.clear()
-    handle = manager.prefetch(["n0", "n1", "n2"])
-    wait_until(lambda: len(reads.seen) == 2)
+    handle = held_up(manager, reads, count=3)
     twin = copied(model)
     other = SlotManager.of(twin)
     reads.go_on.set()
@@ -255,9 +258,7 @@ def test_a_copy_made_while_a_prefetch_runs_is_whole_and_reads_for_itself(tmp_pat
 
 def test_detach_drops_what_nobody_has_begun(tmp_path, reads):
     _, manager = start(tmp_path, count=6)
-    reads.go_on.clear()
-    handle = manager.prefetch([f"n{number}" for number in range(6)])
-    wait_until(lambda: len(reads.seen) == 2)
+    handle = held_up(manager, reads, count=6)
     manager.detach()
     reads.go_on.set()
     assert handle.wait(LIMIT)
@@ -271,9 +272,7 @@ def test_detach_drops_what_nobody_has_begun(tmp_path, reads):
 
 def test_a_detach_that_is_refused_drops_nothing(tmp_path, reads):
     model, manager = start(tmp_path, count=4)
-    reads.go_on.clear()
-    handle = manager.prefetch([f"n{number}" for number in range(4)])
-    wait_until(lambda: len(reads.seen) == 2)
+    handle = held_up(manager, reads, count=4)
     layer = model.model.layers[0].q_proj
     nn.utils.parametrize.register_parametrization(layer, "weight", nn.Identity())
     with pytest.raises(AttachError, match="q_proj has become"):
@@ -295,9 +294,7 @@ def test_no_thread_is_left_when_there_is_nothing_to_read(tmp_path):
 def test_neither_a_queue_nor_a_handle_with_errors_keeps_the_model_alive(tmp_path, reads):
     model, manager = start(tmp_path, count=40)
     break_file(tmp_path / "n0")
-    reads.go_on.clear()
-    handle = manager.prefetch([f"n{number}" for number in range(40)])
-    wait_until(lambda: len(reads.seen) == 2)
+    handle = held_up(manager, reads, count=40)
     alive = weakref.ref(model)
     del model, manager
     reads.go_on.set()

@@ -241,6 +241,19 @@ def test_rank_buckets_show_what_is_routed():
     both.assert_rows(["a", "a"], tokens(2))
 
 
+def test_rank_buckets_may_hide_what_contributes_to_no_row():
+    both = routed_blocks(rank_buckets=[4], max_rank=16)
+    routes: list[Any] = [["a", "b", "c", None], ["a", None, "a", {"b": 0.0, "c": 0.0}]]
+    for names in routes:
+        both.manager.route(names)
+        both.assert_rows([name if isinstance(name, str) else None for name in names], tokens(4))
+        both.manager.warmup(lambda: both.model(tokens(4)))
+        both.manager.disable_adapters()
+        both.assert_rows([None] * 4, tokens(4))
+        both.manager.enable_adapters()
+        both.assert_rows([name if isinstance(name, str) else None for name in names], tokens(4))
+
+
 def test_with_nothing_routed_or_all_rows_the_bases_it_is_the_base():
     both = routed_blocks()
     both.manager.set_adapters([])

@@ -80,6 +80,33 @@ def test_twin_static_batches_compile_once_for_each_size():
         model(tokens(5))
 
 
+MIXES: list[Any] = ["a", {"a": 1.0, "b": 0.5}, {"a": 1.0, "b": 0.5, "c": 2.0}, "b"]
+
+
+@pytest.mark.parametrize("dynamic", [None, True, False])
+def test_one_graph_for_any_number_of_adapters_in_a_row(dynamic: bool | None):
+    both = routed_blocks()
+    backend = CountingBackend()
+    model = torch.compile(both.model, backend=backend, fullgraph=True, dynamic=dynamic)
+    for row in MIXES:
+        both.manager.route([row, None, "c", row])
+        both.assert_rows([row, None, "c", row], tokens(4), run=model)
+    assert backend.graphs == 1
+
+
+def test_twin_of_tables_whose_width_dynamo_takes_for_constant_each_is_a_graph(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    monkeypatch.setattr(torch._dynamo, "maybe_mark_dynamic", lambda tensor, dimensions: None)
+    both = routed_blocks()
+    backend = CountingBackend()
+    model = torch.compile(both.model, backend=backend, fullgraph=True, dynamic=False)
+    for row in MIXES:
+        both.manager.route([row] * 4)
+        model(tokens(4))
+    assert backend.graphs == 3
+
+
 @pytest.mark.parametrize("how", ["dynamic", "marked", "automatic"])
 def test_one_graph_for_any_number_of_rows(how: str):
     both = routed_blocks()
@@ -121,6 +148,20 @@ def test_going_back_to_set_adapters_and_routing_again_compiles_nothing():
         both.assert_rows(["b"] * 4, tokens(4), run=model)
         with both.manager.routed(ROWS):
             both.assert_rows(ROWS, tokens(4), run=model)
+    assert backend.graphs == 2
+
+
+def test_after_a_warmup_of_all_rank_buckets_routes_that_are_seen_and_hidden_compile_nothing():
+    both = routed_blocks(rank_buckets=[4], max_rank=16)
+    backend = CountingBackend()
+    model = torch.compile(both.model, backend=backend, fullgraph=True)
+    both.manager.route(ROWS)
+    both.manager.warmup(lambda: model(tokens(4)))
+    assert backend.graphs == len(both.manager._bank.buckets) == 2
+    with both.manager.no_recompile():
+        both.assert_rows(ROWS, tokens(4), run=model)
+        both.manager.disable_adapters()
+        both.assert_rows([None] * 4, tokens(4), run=model)
     assert backend.graphs == 2
 
 

@@ -152,7 +152,8 @@ class LoraSlots(SlotLayer):
             embedding; None without ``token_rows``.
         num_slots: How many slots there are.
         low_rank: Whether ``forward`` sees any rows of ``lora_A``, ``lora_B`` and ``scaling``.
-        owners: ``[1, R]`` int64, the slot that owns each row; None without ``dora``.
+        owners: ``[1, R]`` int64, the slot that owns each row; None without ``dora``, but for
+            embeddings with a ``max_norm``.
         routes: What tells the rows of a batch apart, shared by all layers; None without routing.
         path: The name of the base layer, for errors; empty without routing.
     """

@@ -108,7 +108,7 @@ def with_dora(
         return y, lora_B * gain.index_select(0, slots.owners[0])
     gain = slots.gain(rows.weights)
     y = lift(y, along((gain - 1).sum(1), y.ndim), base)
-    owners = slots.owners[0].index_select(0, rows.picks.flatten()).view(*rows.picks.shape, 1)
+    owners = rows.rows_of(slots.owners.t())
     return y, lora_B * gain.gather(1, owners.expand(-1, -1, gain.shape[-1]))
 
 
@@ -172,8 +172,7 @@ def factors(
     if y.is_cpu and dtype in _SLOW_ON_CPU:
         dtype = torch.float32
     if rows is not None:
-        scaling = scaling[0].index_select(0, rows.picks.flatten()).view(*rows.picks.shape)
-        scaling = scaling.unsqueeze(1)
+        scaling = rows.rows_of(scaling.t()).transpose(1, 2)
     on = scaling != 0
     if dtype == torch.float16:
         # scaling * h can leave the range of float16 where scaling * (h @ B) does not, and so can

@@ -1,4 +1,4 @@
-"""Which adapters each row of a batch gets: tables that all slot layers on one device share."""
+"""What each row of a batch is computed with: tables that all slot layers on one device share."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class Routes(SlotLayer):
-    """By how much each row of a batch multiplies what the slots hold.
+    """Which rows by rank each row of a batch is computed with, and by what it multiplies them.
 
     They are plain tensors, since Dynamo takes the size of a buffer for a constant, and these have
     as many rows as the batch. Being another module's module, they stay shared through ``.to()``.
@@ -68,7 +68,7 @@ class RowFactors(NamedTuple):
         return buffer.index_select(0, self.picks.flatten()).view(*self.picks.shape, -1)
 
     def columns_of(self, h: Tensor) -> Tensor:
-        """Of ``h [batch, ..., R]`` the columns for these: ``[batch, -1, k]``."""
+        """The columns of ``h [batch, ..., R]`` for these: ``[batch, -1, k]``."""
         flat = h.reshape(h.shape[0], -1, h.shape[-1])
         return flat.gather(2, self.picks.unsqueeze(1).expand(-1, flat.shape[1], -1))
 
@@ -87,6 +87,9 @@ def row_factors(slots: LoraSlots, like: Tensor, *, batched: bool = True) -> RowF
         _refuse(slots, "no batch")
     count = like.shape[0]
     picks = _spread(slots, routes.picks, count)
+    if slots.shows_some:
+        # What contributes nothing need not be seen: disabled adapters, and weights of 0.
+        picks = picks.clamp(max=slots.scaling.shape[1] - 1)
     factors = _spread(slots, routes.factors, count)
     if slots.weights is None:
         return RowFactors(picks, factors, None)
