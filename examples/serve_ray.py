@@ -186,7 +186,8 @@ def main(
         console.print(f"largest difference of a log-probability to PEFT's: {difference:.1e}")
         if stay:
             with suppress(KeyboardInterrupt):
-                console.print("ctrl-C stops the server")
+                address = ray.get_runtime_context().gcs_address
+                console.print(f"ctrl-C stops the server, in the Ray cluster at {address}")
                 threading.Event().wait()
     console.print("stopped")
     return reports, difference
