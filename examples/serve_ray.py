@@ -1,7 +1,8 @@
 """Serve many adapters from two replicas of a compiled model, with Ray Serve, on this machine.
 
     python examples/serve_ray.py
-    python examples/serve_ray.py --model smollm2 --adapters examples/adapters --requests 16
+    python examples/serve_ray.py --model smollm2 --adapters examples/adapters --requests 16 \
+        --replicas 1
     python examples/serve_ray.py --stay
 
 A local Ray cluster is started, and stopped at the end or with ctrl-C. Clients send requests over
