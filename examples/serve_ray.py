@@ -1,7 +1,8 @@
 """Serve many adapters from two replicas of a compiled model, with Ray Serve, on this machine.
 
     python examples/serve_ray.py
-    python examples/serve_ray.py --model smollm2 --adapters examples/adapters --requests 16
+    python examples/serve_ray.py --model smollm2 --adapters examples/adapters --requests 16 \
+        --replicas 1
     python examples/serve_ray.py --stay
 
 A local Ray cluster is started, and stopped at the end or with ctrl-C. Clients send requests over
@@ -186,7 +187,8 @@ def main(
         console.print(f"largest difference of a log-probability to PEFT's: {difference:.1e}")
         if stay:
             with suppress(KeyboardInterrupt):
-                console.print("ctrl-C stops the server")
+                address = ray.get_runtime_context().gcs_address
+                console.print(f"ctrl-C stops the server, in the Ray cluster at {address}")
                 threading.Event().wait()
     console.print("stopped")
     return reports, difference

@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 import random
 import re
+import secrets
 import shutil
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -17,11 +19,16 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
+# Before anything imports Ray, which reads it then. The token is that of the fixture below.
+os.environ["RAY_AUTH_MODE"] = "token"
+
 import lora_server
 import psutil
 import pytest
+import ray
 import serve_ray
-from lora_server import SLOTS, WINDOW, Adapter, Completion, LoraServer, Options, Prompt
+from lora_server import SLOTS, WINDOW, Adapter, Completion, LoraServer, Prompt, ReplicaReport
+from ray import serve
 from ray.serve.handle import DeploymentHandle
 from served import P, served
 from toys import WEIGHTS
@@ -49,6 +56,9 @@ class Cluster:
     def ask(self, prompt: Prompt) -> Completion:
         return serve_ray.ask(prompt, self.port)
 
+    def reports(self) -> list[ReplicaReport]:
+        return self.handle.broadcast("report").results()
+
     def assert_right(self, prompt: Prompt, answer: Completion) -> None:
         assert len(answer.tokens) == prompt.new_tokens
         assert self.oracle.difference(prompt, answer) < 1e-4, prompt
@@ -69,25 +79,65 @@ def adapters(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def cluster(adapters: Path) -> Iterator[Cluster]:
-    oracle = serve_ray.Oracle(lora_server.load_model("tiny"), adapters)
-    options = Options(adapters=str(adapters), backend="aot_eager", replicas=REPLICAS)
+def ray_environment() -> Iterator[None]:
+    """Ray writes a token into the home folder and logs into /tmp, unless it is told otherwise."""
+    # Not a folder of pytest's: the path of a socket in there may have 107 characters.
+    with (
+        tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder,
+        pytest.MonkeyPatch.context() as patch,
+    ):
+        patch.setenv("RAY_AUTH_TOKEN", secrets.token_hex(32))
+        patch.setenv("RAY_TMPDIR", folder)
+        yield
+
+
+@dataclass(frozen=True)
+class Demonstration:
+    """The command of the documentation, which has answered its own requests and stays."""
+
+    process: subprocess.Popen[str]
+    port: int
+    printed: str
+
+    @property
+    def address(self) -> str:
+        return re.search(r"Ray cluster at (\S+)", self.printed)[1]
+
+
+@pytest.fixture(scope="module")
+def demonstration(adapters: Path, ray_environment: None) -> Iterator[Demonstration]:
     port = free_port()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", python_path())
-        with serve_ray.serving(options, port) as handle:
-            yield Cluster(handle, port, adapters, oracle)
+    command = [sys.executable, f"{EXAMPLES}/serve_ray.py", f"--replicas={REPLICAS}"]
+    command += ["--backend=eager", f"--adapters={adapters}", "--requests=8", f"--port={port}"]
+    process = subprocess.Popen(
+        [*command, "--stay"], stdout=subprocess.PIPE, text=True, start_new_session=True
+    )
+    try:
+        printed = ""
+        for line in process.stdout:
+            printed += line
+            if "ctrl-C stops the server" in line:
+                break
+        yield Demonstration(process, port, printed)
+    finally:
+        if process.poll() is None:  # a kill would leave some of Ray's processes
+            os.killpg(process.pid, signal.SIGINT)
+        process.communicate(timeout=60)
+
+
+@pytest.fixture(scope="module")
+def cluster(adapters: Path, demonstration: Demonstration) -> Iterator[Cluster]:
+    oracle = serve_ray.Oracle(lora_server.load_model("tiny"), adapters)
+    ray.init(demonstration.address, log_to_driver=False, logging_level="ERROR")
+    handle = serve.get_app_handle("default")
+    yield Cluster(handle, demonstration.port, adapters, oracle)
+    ray.shutdown()
 
 
 def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
-
-
-def python_path() -> str:
-    """What the processes of Ray need to find the examples, as a script of that folder would."""
-    return os.pathsep.join(filter(None, [EXAMPLES, os.environ.get("PYTHONPATH")]))
 
 
 def prompts(names: list[str | None], count: int, seed: int = 0) -> list[Prompt]:
@@ -104,11 +154,13 @@ def prompts(names: list[str | None], count: int, seed: int = 0) -> list[Prompt]:
 
 def test_every_answer_is_pefts_whichever_rows_share_its_forward(cluster):
     names = [*cluster.names, None]
+    before = cluster.reports()
     answers = cluster.ask_at_once(prompts(names, 5 * len(names)), clients=16)
-    reports = cluster.handle.broadcast("report").results()
+    reports = cluster.reports()
     assert {answer.replica for answer in answers} == {report.replica for report in reports}
     assert len(reports) == REPLICAS
-    assert sum(report.rows for report in reports) == sum(len(answer.tokens) for answer in answers)
+    rows = sum(report.rows for report in reports) - sum(report.rows for report in before)
+    assert rows == sum(len(answer.tokens) for answer in answers)
     for report in reports:
         assert report.recompiles == 0
         assert report.loads > SLOTS >= len(report.loaded_adapters)
@@ -187,7 +239,7 @@ def test_clients_that_leave_disturb_nobody_and_keep_no_adapter_in_its_slot(clust
                 response.cancel()
         answered.result()
     cluster.ask_at_once(prompts(cluster.names, len(cluster.names), seed=3), clients=2)
-    for report in cluster.handle.broadcast("report").results():
+    for report in cluster.reports():
         assert report.recompiles == 0
         assert len(report.loaded_adapters) <= SLOTS
 
@@ -224,26 +276,15 @@ def test_a_forward_of_another_shape_is_refused(adapters, monkeypatch):
         server.forward(rows)
 
 
-def test_ctrl_c_stops_all_processes(tmp_path):
-    serve_ray.write_adapters(tmp_path, 2)
-    command = [sys.executable, f"{EXAMPLES}/serve_ray.py", "--replicas=1", "--backend=eager"]
-    command += [f"--adapters={tmp_path}", "--requests=8", f"--port={free_port()}", "--stay"]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)
-    try:
-        lines = []
-        for line in process.stdout:
-            lines.append(line)
-            if "ctrl-C stops the server" in line:
-                break
-        assert "difference" in "".join(lines)
-        started = psutil.Process(process.pid).children(recursive=True)
-        assert any("raylet" in child.name() for child in started)
-        os.killpg(process.pid, signal.SIGINT)  # as a terminal does
-        rest, _ = process.communicate(timeout=60)
-        assert "stopped" in rest
-        assert process.returncode == 0
-        _, alive = psutil.wait_procs(started, timeout=10)
-        assert not alive
-    finally:
-        process.kill()
-        process.stdout.close()
+def test_ctrl_c_stops_all_processes(demonstration):
+    """The last test, since it stops the cluster of the others."""
+    ray.shutdown()  # of this process; a driver does not outlive its cluster
+    assert "largest difference" in demonstration.printed
+    started = psutil.Process(demonstration.process.pid).children(recursive=True)
+    assert any("raylet" in child.name() for child in started)
+    os.killpg(demonstration.process.pid, signal.SIGINT)  # as a terminal does
+    rest, _ = demonstration.process.communicate(timeout=60)
+    assert "stopped" in rest
+    assert demonstration.process.returncode == 0
+    _, alive = psutil.wait_procs(started, timeout=10)
+    assert not alive
