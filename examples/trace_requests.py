@@ -26,16 +26,14 @@ from pathlib import Path
 from typing import Protocol
 
 import torch
-from contenders import (
-    DEVICE,
-    OURS,
+from benchmarks.clocks import clock_for, device_for
+from benchmarks.figures import OURS, environment
+from benchmarks.models import (
     Model,
     Shape,
     Weights,
     base_weights,
     check_equal,
-    environment,
-    milliseconds,
     peft_model,
     write_adapter,
 )
@@ -53,6 +51,8 @@ RANKS = {4: 0.3, 8: 0.3, 16: 0.2, 32: 0.12, 64: 0.08}
 THEIRS = "PEFT load_adapter, delete_adapter"
 TIERS = ("slot", "host cache", "disk")
 SAMPLE = 50
+DEVICE = device_for("auto")
+CLOCK = clock_for(DEVICE)
 TOKENS = 16
 console = Console(width=max(Console().width, 110))
 
@@ -105,7 +105,7 @@ class OnDemand:
         self._paths = paths
         self._slots = slots
         first = next(iter(paths))
-        self.model: PeftModel = peft_model(Model(weights), paths[first], padded_to=None)
+        self.model: PeftModel = peft_model(Model(weights), paths[first], DEVICE)
         self._kept: OrderedDict[str, str] = OrderedDict({first: "default"})
 
     def tier(self, name: str) -> str:
@@ -196,11 +196,11 @@ def serve(contender: Contender, name: str, x: Tensor, outcome: Outcome) -> None:
     """One request."""
     tier = contender.tier(name)
     hits = contender.manager.status().counts.cache_hits if isinstance(contender, Slots) else 0
-    active = milliseconds(lambda: contender.activate(name))
+    active = CLOCK.milliseconds(lambda: contender.activate(name))
     if isinstance(contender, Slots) and tier != "slot":
         now = contender.manager.status().counts.cache_hits
         tier = "host cache" if now > hits else "disk"
-    forward = milliseconds(lambda: contender.model(x))
+    forward = CLOCK.milliseconds(lambda: contender.model(x))
     outcome.add(tier, active, forward)
 
 
@@ -211,7 +211,7 @@ def run(arguments: argparse.Namespace, shape: Shape = SHAPE) -> dict[str, Outcom
         paths = write_all(Path(folder), shape, arguments.adapters, dice)
         sizes = [(path / "adapter_model.safetensors").stat().st_size for path in paths.values()]
         trace = zipf_trace(list(paths), arguments.requests, arguments.zipf, dice)
-        weights = base_weights(shape)
+        weights = base_weights(shape, DEVICE)
         cache_bytes = arguments.cached * sum(sizes) // len(sizes)
         contenders: dict[str, Contender] = {
             OURS: Slots(weights, paths, slots=arguments.slots, cache_bytes=cache_bytes),
@@ -274,7 +274,7 @@ def main(argv: Sequence[str] | None = None, shape: Shape = SHAPE) -> dict[str, O
         figures = {name: outcome.summary() for name, outcome in outcomes.items()}
         trace = {k: v for k, v in vars(arguments).items() if k != "json"}
         content = {
-            "environment": environment() | {"time": time.strftime("%Y-%m-%dT%H:%M:%S%z")},
+            "environment": environment(DEVICE) | {"time": time.strftime("%Y-%m-%dT%H:%M:%S%z")},
             "shape": asdict(shape) | {"dtype": str(shape.dtype)},
             "trace": trace,
             "figures": figures,

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 import trace_requests
-from contenders import OURS, Shape
+from benchmarks.figures import OURS
+from benchmarks.models import Shape
 
 SMALL = Shape(layers=1, hidden=32, mlp=48, dtype=torch.float32)
 REQUESTS = 80
