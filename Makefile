@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo styles serve test lint docs bench figures adapters clean
+.PHONY: demo styles serve test soak lint docs bench figures adapters clean
 
 demo: .venv/.demo  ## hot-swap four adapters in a compiled SmolLM2, beside PEFT
 	$(BIN)/python examples/quickstart.py
@@ -16,6 +16,9 @@ serve: .venv/.ray  ## many adapters on two replicas, with Ray Serve
 
 test: .venv/.dev  ## the whole suite
 	$(BIN)/python -m pytest
+
+soak: .venv/.dev  ## random loads, faults, routes and unloads while others run forwards, a minute each
+	LORA_SLOTS_SOAK=60 $(BIN)/python -m pytest -v tests/test_serving.py -k whatever_changes
 
 lint: .venv/.dev  ## ruff and mypy
 	$(BIN)/ruff check .

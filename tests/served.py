@@ -58,4 +58,8 @@ def expected(manager: SlotManager) -> float:
     status = manager.status()
     if not status.enabled:
         return 0.0
+    if status.routing is not None:
+        weights = {slot.adapter_name: slot.weight for slot in status.slots}
+        (row,) = status.routing.rows
+        return sum(2 * weight * weights[name] * float(name) for name, weight in row.items())
     return sum(2 * slot.weight * float(slot.adapter_name) for slot in status.slots if slot.active)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import sys
 import threading
@@ -14,7 +15,7 @@ import pytest
 import torch
 from faults import Fault
 from served import N, P, Served, X, adapter, expected, served
-from threads import together
+from threads import LIMIT, together
 from toys import CountingBackend, slot_buffers
 
 from lora_slots import LoraSlotsError, SlotManager
@@ -53,16 +54,16 @@ def swapping(manager: SlotManager, times: int, over: threading.Event) -> Callabl
 
 
 @pytest.mark.parametrize(
-    ("options", "readers"),
-    [({"num_slots": 1}, 1), ({"num_slots": 2}, 1), ({"num_slots": 3}, 3),
-     ({"num_slots": 2, "rank_buckets": [0, 2, 4]}, 2)],
+    ("options", "readers", "swaps"),
+    [({"num_slots": 1}, 1, 200), ({"num_slots": 2}, 7, 2000), ({"num_slots": 3}, 3, 200),
+     ({"num_slots": 2, "rank_buckets": [0, 2, 4]}, 2, 200)],
 )  # fmt: skip
-def test_every_output_is_fully_one_adapter_over_200_swaps(options, readers):
+def test_every_output_is_fully_one_adapter_over_hundreds_of_swaps(options, readers, swaps):
     model, manager = served(**options)
     manager.load(P, "a")
     over = threading.Event()
     *served_outputs, _ = together(
-        *[lambda: serve(model, manager, over)] * readers, swapping(manager, 200, over)
+        *[lambda: serve(model, manager, over)] * readers, swapping(manager, swaps, over), limit=120
     )
     for outputs in served_outputs:
         assert set(outputs) == {2.0, -2.0}
@@ -112,6 +113,8 @@ def test_of_two_threads_that_load_at_once_the_last_one_wins_whole(num_slots):
         assert all(torch.equal(b, buffers[name]) for name, b in slot_buffers(model).items())
 
 
+# Seconds for each set of options; `make soak` takes more.
+SOAK = float(os.environ.get("LORA_SLOTS_SOAK", "1.5"))
 NAMES = [1.0, -4.0, 16.0, -64.0]
 FLAWS = [torch.full((4, 4), float("nan")), torch.ones(4, 5)]
 
@@ -120,7 +123,7 @@ def random_change(dice: random.Random, manager: SlotManager) -> None:
     """One that works, or is refused, or fails halfway."""
     value = dice.choice(NAMES)
     name = str(value)
-    change = dice.randrange(8)
+    change = dice.randrange(10)
     if change < 3:
         source = adapter(value, rank=dice.choice([1, 2, 4, 8, 16]))
         manager.load(source, name, activate=dice.choice([None, True, False]))
@@ -133,6 +136,12 @@ def random_change(dice: random.Random, manager: SlotManager) -> None:
         manager.set_weight(name, dice.choice([0.0, 1.0, -0.5]))
     elif change == 6:
         dice.choice([manager.enable_adapters, manager.disable_adapters])()
+    elif change == 7:
+        loaded = manager.loaded_adapters
+        row = {name: dice.choice([1.0, 0.5]) for name in dice.sample(loaded, min(2, len(loaded)))}
+        manager.route([row])
+    elif change == 8:
+        manager.route(None)
     else:
         tensors = dict(adapter(value).tensors)
         tensors[next(iter(tensors))] = dice.choice(FLAWS)
@@ -173,15 +182,21 @@ def compare(model: Served, manager: SlotManager, end: float) -> int:
         {"rank_buckets": [0, 4, 8]},
         {"max_rank": 16, "rank_budget": 32, "on_full": "evict"},
         {"max_rank": 16, "rank_budget": 40, "rank_buckets": [0, 16]},
+        {"routing": True},
+        {"routing": True, "max_rank": 16, "rank_budget": 32, "on_full": "evict"},
     ],
-    ids=["slots", "buckets", "rows by need, eviction", "rows by need, buckets"],
-)
+    ids=[
+        "slots", "buckets", "rows by need, eviction", "rows by need, buckets", "routes",
+        "routes, eviction",
+    ],
+)  # fmt: skip
 def test_outputs_are_what_the_status_says_whatever_changes_or_fails(options):
     model, manager = served(3, **options)
-    end = time.monotonic() + 1.5
+    end = time.monotonic() + SOAK
     counts = together(
         *(lambda: compare(model, manager, end) for _ in range(3)),
         *(lambda seed=seed: change_at_random(manager, end, seed) for seed in range(2)),
+        limit=SOAK + LIMIT,
     )
     assert min(counts) > 20
     for name in manager.loaded_adapters:

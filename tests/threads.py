@@ -52,9 +52,9 @@ class Task:
             return ctypes.pythonapi.PyThreadState_SetAsyncExc(ident, ctypes.py_object(error)) == 1
 
 
-def together(*functions: Callable[[], object]) -> list[object]:
+def together(*functions: Callable[[], object], limit: float = LIMIT) -> list[object]:
     """Run all at a time, and return what each returned."""
-    return [task.result() for task in [Task(function) for function in functions]]
+    return [task.result(limit) for task in [Task(function) for function in functions]]
 
 
 def wait_until(condition: Callable[[], object]) -> None:
