@@ -94,6 +94,18 @@ def test_one_graph_for_any_number_of_adapters_in_a_row(dynamic: bool | None):
     assert backend.graphs == 1
 
 
+def test_tables_in_new_memory_serve_any_number_of_adapters_in_a_row_with_one_graph():
+    both = routed_blocks()
+    both.manager.route(["a"] * 4)
+    both.model._apply(torch.clone)  # as .to() does on its way to another device
+    backend = CountingBackend()
+    model = torch.compile(both.model, backend=backend, fullgraph=True, dynamic=False)
+    for row in ["a", *MIXES]:
+        both.manager.route([row] * 4)
+        both.assert_rows([row] * 4, tokens(4), run=model)
+    assert backend.graphs == 1
+
+
 def test_twin_of_tables_whose_width_dynamo_takes_for_constant_each_is_a_graph(
     monkeypatch: pytest.MonkeyPatch,
 ):

@@ -139,13 +139,15 @@ def _written(
     new = torch.from_numpy(table)
     if expand is not None:
         new = new.unsqueeze(1 if expand == "interleave" else 0)
-    if known is not None and known.shape == new.shape and known.device == device:
-        return overwrite(known, new)
+    tensor = known
+    if tensor is None or tensor.shape != new.shape or tensor.device != device:
+        with torch.inference_mode(False):
+            tensor = torch.empty(new.shape, dtype=new.dtype, device=device)
     with torch.inference_mode(False):
-        tensor = torch.empty(new.shape, dtype=new.dtype, device=device)
         overwrite(tensor, new)
     import torch._dynamo as dynamo  # takes seconds to import
 
+    # Each time, since `.to()` makes other tensors.
     any_rows = [0] if len(table) > 1 and expand is None else []
     any_columns = [] if fixed else [tensor.ndim - 1]
     dynamo.maybe_mark_dynamic(tensor, any_rows + any_columns)
