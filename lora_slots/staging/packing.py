@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from lora_slots.staging.copying import for_each
-from lora_slots.staging.staged import BITS
+from lora_slots.staging.staged import as_bits
 
 # The bits of the exponent of each dtype, which are all set in infinity and NaN.
 _EXPONENT = {
@@ -35,12 +35,14 @@ class Part(NamedTuple):
         target: The index of the target module.
         buffer: The name of the buffer.
         dtype: The dtype of the buffer.
+        device: Where the buffer is.
         rows: ``[rows, width]``, strided in any way, of any dtype.
     """
 
     target: int
     buffer: str
     dtype: torch.dtype
+    device: torch.device
     rows: Tensor
 
 
@@ -52,18 +54,16 @@ class NotFiniteError(Exception):
         self.part, self.rows = part, rows
 
 
-def pack(
-    parts: Sequence[Part], spare: list[Tensor], *, pinned: bool = False
-) -> tuple[list[Tensor], list[Tensor]]:
+def pack(parts: Sequence[Part], spare: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
     """Copy parts into one block per dtype and width, as rows one below the other.
 
     Args:
         parts: What to copy; only read.
         spare: Memory that may be overwritten and kept; what is used is taken out.
-        pinned: Whether a GPU shall read the memory beside what the host does.
 
     Returns:
-        The rows of each part in the dtype of its buffer, and the blocks that hold them.
+        The rows of each part in the dtype of its buffer, and the blocks that hold them: pinned
+        where a GPU shall read them beside what the host does.
 
     Raises:
         NotFiniteError: A value is not finite, in its own dtype or in that of the buffer.
@@ -77,6 +77,7 @@ def pack(
     for (dtype, width), indices in groups.items():
         own = [parts[index] for index in indices]
         counts = [part.rows.shape[0] for part in own]
+        pinned = any(part.device.type == "cuda" for part in own)
         block = _memory(sum(counts) * width, dtype, spare, pinned=pinned)
         blocks.append(block)
         rows = block.view(sum(counts), width)
@@ -130,18 +131,20 @@ def _memory(numel: int, dtype: torch.dtype, spare: list[Tensor], *, pinned: bool
 
 def _fill_run(run: _Run) -> bool:
     """Copy parts into their rows. Returns whether every value is finite after that."""
-    bits = run.rows.view(BITS[run.rows.itemsize]).numpy()
+    bits = as_bits(run.rows)
+    assert bits is not None
     stop = 0
     # Autograd's mode is a thread's own.
     with torch.no_grad():
         for part in run.parts:
             source = part.rows
             start, stop = stop, stop + source.shape[0]
-            if part.dtype == source.dtype and source.is_cpu:
-                # numpy copies faster than torch, and waits for no other thread.
-                _copy_rows(bits[start:stop], source.view(BITS[source.itemsize]).numpy())
-            else:
+            source_bits = as_bits(source) if part.dtype == source.dtype else None
+            if source_bits is None:
                 run.rows[start:stop].copy_(source)
+            else:
+                # numpy copies faster than torch, and waits for no other thread.
+                _copy_rows(bits[start:stop], source_bits)
     return _all_finite(run.rows.dtype, bits)
 
 

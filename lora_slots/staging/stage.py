@@ -60,11 +60,10 @@ def stage(
     with torch.inference_mode(False), torch.no_grad():
         parts = [part for module in adapter.modules for part in _parts(module, layout)]
         unused = list(spare)
-        pinned = any(_buffer(layout.targets[p.target], p.buffer).is_cuda for p in parts)
         try:
-            views, blocks = pack(parts, unused, pinned=pinned)
+            views, blocks = pack(parts, unused)
             more = _dora_parts(adapter, layout, parts, views)
-            more_views, more_blocks = pack(more, unused, pinned=pinned)
+            more_views, more_blocks = pack(more, unused)
         except NotFiniteError as error:
             _raise_not_finite(error.part, error.rows, adapter, layout)
     return StagedAdapter(
@@ -84,10 +83,12 @@ def _parts(module: ModuleUpdate, layout: Layout) -> list[Part]:
     if module.lora_A is not None and module.lora_B is not None:
         rows["lora_A"] = _as_matrix(module.lora_A)
         rows["lora_B"] = _as_matrix(module.lora_B).t()
-    return [
-        Part(module.target, name, _buffer(target, name).dtype, tensor)
-        for name, tensor in rows.items()
-    ]
+    return [_part(target, module.target, name, tensor) for name, tensor in rows.items()]
+
+
+def _part(target: Target, index: int, name: str, rows: Tensor) -> Part:
+    buffer = _buffer(target, name)
+    return Part(index, name, buffer.dtype, buffer.device, rows)
 
 
 def _as_matrix(tensor: Tensor) -> Tensor:
@@ -120,7 +121,7 @@ def _dora_parts(
             weight, staged[index, "lora_A"], staged[index, "lora_B"],
             module.scaling, module.magnitude,
         )  # fmt: skip
-        made.append(Part(index, "dora", torch.float32, rows))
+        made.append(_part(target, index, "dora", rows))
     return made
 
 

@@ -13,14 +13,14 @@ from torch import Tensor
 
 # Numbers of any dtype as integers of the same size, and the dtypes of those.
 Bits = NDArray[np.signedinteger]
-BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def as_bits(tensor: Tensor) -> Bits | None:
     """The memory of a tensor, as integers; None where it is not the host's."""
     if not tensor.is_cpu:
         return None
-    bits: Bits = tensor.view(BITS[tensor.itemsize]).numpy()
+    bits: Bits = tensor.view(_BITS[tensor.itemsize]).numpy()
     return bits
 
 
