@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lora_slots.bank.ordering import Orders
 from lora_slots.bank.planning import Planner
-from lora_slots.bank.routes import RouteWriter
+from lora_slots.bank.routes import RouteTables, RouteWriter
 from lora_slots.bank.state import BankState
 from lora_slots.bank.steering import Steering, Table, Tables
 from lora_slots.bank.work import Work
@@ -191,15 +191,17 @@ class Bank:
     @contextmanager
     def showing(self, rows: int) -> Iterator[None]:
         """Let the model's forward see as many rows for a while, whatever is active."""
-        self._show(rows if self._planner.buckets else None)
+        self._show(rows if self._planner.buckets else None, self.state.routes)
         try:
             yield
         finally:
-            self._show(self.state.shown)
+            self._show(self.state.shown, self.state.routes)
 
-    def _show(self, rows: int | None) -> None:
+    def _show(self, rows: int | None, routes: RouteTables | None) -> None:
         for layer in self._layers:
             layer.show(rows)
+        if self._routes is not None:
+            self._routes.write(routes, rows)
 
     def _enter(self, state: BankState) -> None:
         """Bring the model from its state to another, or leave it as it was.
@@ -264,6 +266,6 @@ class Bank:
             steering.write(cast("Table", table))
         torn = new.shown is not None and any(layer.is_torn for layer in self._layers)
         if torn or new.shown != old.shown:
-            self._show(new.shown)
-        if self._routes is not None:
-            self._routes.write(new.routes)
+            self._show(new.shown, new.routes)
+        elif self._routes is not None:
+            self._routes.write(new.routes, new.shown)

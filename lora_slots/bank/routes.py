@@ -101,15 +101,18 @@ class RouteWriter:
         """Copies and pickles find the modules that the layers have."""
         return vars(self) | {"_generation": -1, "_routes": {}}
 
-    def write(self, tables: RouteTables | None) -> None:
-        """Let the forward tell rows apart by ``tables``."""
+    def write(self, tables: RouteTables | None, shown: int | None) -> None:
+        """Let the forward tell rows apart by ``tables``; it sees ``shown`` rows by rank, or all."""
         self._share()
         for device, routes in self._routes.items():
             if tables is None:
                 routes.picks = routes.factors = routes.weights = None
                 continue
-            expand = tables.expand
-            routes.picks = _written(routes.picks, tables.picks, expand, device)
+            expand, picks = tables.expand, tables.picks
+            if shown is not None:
+                # What contributes nothing need not be seen: disabled adapters, and weights of 0.
+                picks = np.minimum(picks, max(shown - 1, 0))
+            routes.picks = _written(routes.picks, picks, expand, device)
             routes.factors = _written(routes.factors, tables.factors, expand, device)
             routes.weights = _written(routes.weights, tables.weights, expand, device, fixed=True)
 
@@ -140,10 +143,9 @@ def _written(
     if expand is not None:
         new = new.unsqueeze(1 if expand == "interleave" else 0)
     tensor = known
-    if tensor is None or tensor.shape != new.shape or tensor.device != device:
-        with torch.inference_mode(False):
-            tensor = torch.empty(new.shape, dtype=new.dtype, device=device)
     with torch.inference_mode(False):
+        if tensor is None or tensor.shape != new.shape or tensor.device != device:
+            tensor = torch.empty(new.shape, dtype=new.dtype, device=device)
         overwrite(tensor, new)
     import torch._dynamo as dynamo  # takes seconds to import
 

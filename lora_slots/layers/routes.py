@@ -87,9 +87,6 @@ def row_factors(slots: LoraSlots, like: Tensor, *, batched: bool = True) -> RowF
         _refuse(slots, "no batch")
     count = like.shape[0]
     picks = _spread(slots, routes.picks, count)
-    if slots.shows_some:
-        # What contributes nothing need not be seen: disabled adapters, and weights of 0.
-        picks = picks.clamp(max=slots.scaling.shape[1] - 1)
     factors = _spread(slots, routes.factors, count)
     if slots.weights is None:
         return RowFactors(picks, factors, None)
