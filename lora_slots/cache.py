@@ -81,7 +81,8 @@ class StagedCache:
         if key is None:
             return nullcontext()
         with self._lock:
-            return self._readers.setdefault(key, threading.Lock())  # type: ignore[no-any-return]
+            lock: AbstractContextManager[object] = self._readers.setdefault(key, threading.Lock())
+            return lock
 
     def put(self, key: Hashable, entry: Cached) -> None:
         """Keep an adapter, and let go of those not used for longest until all fit."""

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from lora_slots.errors import UnsupportedAdapterError
 from lora_slots.layers import watch
-from lora_slots.layers.base import LayerKind, LoraSlots, SlotSizes, runs_as
+from lora_slots.layers.base import LoraSlots, SlotSizes
+from lora_slots.layers.kind import LayerKind, runs_as
 from lora_slots.layers.linear import factors, with_bias, with_dora
 from lora_slots.layers.quantized import dequantized
 from lora_slots.layers.routes import RowFactors, row_factors

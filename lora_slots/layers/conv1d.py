@@ -11,7 +11,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from lora_slots.layers.base import LayerKind, SlotSizes
+from lora_slots.layers.base import SlotSizes
+from lora_slots.layers.kind import LayerKind
 from lora_slots.layers.linear import LinearSlots
 from lora_slots.layers.quantized import dequantized
 

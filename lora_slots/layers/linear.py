@@ -9,7 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lora_slots.layers import watch
-from lora_slots.layers.base import LayerKind, LoraSlots, SlotSizes
+from lora_slots.layers.base import LoraSlots, SlotSizes
+from lora_slots.layers.kind import LayerKind
 from lora_slots.layers.quantized import dequantized, is_hqq
 from lora_slots.layers.routes import RowFactors, along, row_factors
 from lora_slots.layers.tokens import replace_outputs

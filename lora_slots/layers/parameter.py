@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from lora_slots.layers import watch
-from lora_slots.layers.base import LayerKind, SlotLayer, SlotSizes
+from lora_slots.layers.base import SlotLayer, SlotSizes
+from lora_slots.layers.kind import LayerKind
 
 
 class ParameterSlots(nn.ModuleDict):
