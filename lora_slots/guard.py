@@ -22,9 +22,7 @@ from lora_slots.layers.watch import listen
 from lora_slots.layout import Layout
 
 _OWN_CODE = tuple(os.path.join(os.path.dirname(file), "") for file in (torch.__file__, __file__))
-_ROWS_DIFFER = re.compile(
-    r"_buffers\['(lora_A|lora_B|scaling|owners)'\]' size mismatch|\.low_rank =="
-)
+_ROWS_DIFFER = re.compile(r"_buffers\['(lora_A|lora_B|scaling)'\]' size mismatch|\.low_rank ==")
 _FAILED_GUARD = re.compile(r"^\s*- (?:\d+/\d+: )?(?P<guard>.+?)(?:\s+# .*)?$", re.MULTILINE)
 
 
@@ -123,12 +121,14 @@ def _storage(layout: Layout) -> dict[str, tuple[int, torch.device]]:
 
 
 def _named_buffers(layout: Layout) -> Mapping[str, Tensor]:
-    return {
+    buffers = {
         f"{target.path}.{name}": buffer
         for target in layout
         for name in target.slots._buffers
         if (buffer := target.slots.whole(name)) is not None
     }
+    mixes = {target.slots.mix: f"{target.path}.mix" for target in layout}
+    return buffers | {name: mix.table for mix, name in mixes.items()}
 
 
 def _check_storage(before: Mapping[str, tuple[int, torch.device]], layout: Layout) -> None:

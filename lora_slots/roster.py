@@ -31,6 +31,12 @@ class Entry:
         """Whether it contributes, as long as adapters are not disabled."""
         return self.selected and self.weight != 0
 
+    def with_selected(self, selected: bool, weight: float) -> Entry:
+        """The same, selected or not, with a weight."""
+        if (selected, weight) == (self.selected, self.weight):
+            return self
+        return Entry(self.slot, weight, selected, self.pinned)
+
 
 @dataclass(frozen=True)
 class Roster:
@@ -80,14 +86,18 @@ class Roster:
     @functools.cached_property
     def routed_names(self) -> frozenset[str]:
         """The adapters of all rows, and of those that a context will go back to."""
-        routings = (routing for routing in (self.routing, *self.outer) if routing is not None)
-        return frozenset(name for routing in routings for name in routing.names)
+        routings = [routing for routing in (self.routing, *self.outer) if routing is not None]
+        return frozenset().union(*(routing.names for routing in routings))
 
-    def _using(self, *names: str) -> Roster:
-        """The same, with what was in use until now and then ``names`` as those used last."""
-        until_now = [n for n in self.recent if self.entries[n].active or n in self.routed_names]
-        last_first = dict.fromkeys(reversed([*self.recent, *until_now, *names]))
-        return replace(self, recent=tuple(reversed(last_first)))
+    def _recent(self, *names: str) -> tuple[str, ...]:
+        """With what was in use until now and then ``names`` as those used last."""
+        routed = self.routed_names
+        until_now = [n for n in self.recent if self.entries[n].active or n in routed]
+        recent = dict.fromkeys(self.recent)
+        for name in (*until_now, *names):
+            recent.pop(name, None)
+            recent[name] = None
+        return tuple(recent)
 
     def slot_for(self, adapter_name: str) -> int:
         """The slot that a load under this name writes: the first free one, or else its own.
@@ -125,12 +135,14 @@ class Roster:
             name: replace(other, selected=False) if alone else other
             for name, other in self.entries.items()
         }
-        return replace(self._using(adapter_name), entries=others | {adapter_name: entry})
+        return replace(
+            self, entries=others | {adapter_name: entry}, recent=self._recent(adapter_name)
+        )
 
     def with_new(self, adapter_name: str, *, weight: float) -> Roster:
         """Add an inactive adapter that is in no slot yet, until `with_slots`."""
         entries = {**self.entries, adapter_name: Entry(NO_SLOT, weight, selected=False)}
-        return replace(self._using(adapter_name), entries=entries)
+        return replace(self, entries=entries, recent=self._recent(adapter_name))
 
     def with_slots(self) -> Roster:
         """Put the adapters that are in no slot yet into the first free ones."""
@@ -170,16 +182,16 @@ class Roster:
             raise ArgumentError(f"adapter_names must not repeat a name, got {names}")
         chosen = dict(zip(names, _one_each(weights, len(names)), strict=True))
         entries = {
-            name: replace(entry, weight=chosen.get(name, entry.weight), selected=name in chosen)
+            name: entry.with_selected(name in chosen, chosen.get(name, entry.weight))
             for name, entry in self.entries.items()
         }
-        return replace(self._using(*names), entries=entries)
+        return replace(self, entries=entries, recent=self._recent(*names))
 
     def with_weight(self, adapter_name: str, weight: float) -> Roster:
         """Set the weight of a loaded adapter."""
         entry = replace(self[adapter_name], weight=checked_weight(weight))
         entries = {**self.entries, adapter_name: entry}
-        return replace(self._using(adapter_name), entries=entries)
+        return replace(self, entries=entries, recent=self._recent(adapter_name))
 
     def with_enabled(self, enabled: bool) -> Roster:
         """Let active adapters contribute, or none."""
@@ -191,11 +203,12 @@ class Roster:
         for name in names:
             self[name]
         outer = (self.routing, *self.outer) if nested else self.outer
-        return replace(self._using(*names), routing=routing, outer=outer)
+        return replace(self, routing=routing, outer=outer, recent=self._recent(*names))
 
     def without_routing(self) -> Roster:
         """Go back to the routing before the last nested one."""
-        return replace(self._using(), routing=self.outer[0], outer=self.outer[1:])
+        outer, *rest = self.outer
+        return replace(self, routing=outer, outer=tuple(rest), recent=self._recent())
 
     def row_weights(self) -> RowWeights | None:
         """The weights of the slots for each row, if rows are told apart."""
@@ -204,10 +217,11 @@ class Roster:
     @property
     def in_use(self) -> list[str]:
         """The names of those that contribute."""
-        slots = self.slot_weights()
+        slots = self.slot_weights
         return [name for name, entry in self.entries.items() if entry.slot in slots]
 
-    def slot_weights(self) -> dict[int, float]:
+    @functools.cached_property
+    def slot_weights(self) -> Mapping[int, float]:
         """The weight of every slot that contributes; 1 where `row_weights` says how much."""
         if not self.enabled:
             return {}

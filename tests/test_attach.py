@@ -112,6 +112,7 @@ def test_the_repr_shows_the_slots(model):
         "  in_features=8, out_features=6, bias=True\n"
         "  (lora_slots): LinearSlots(\n"
         "    lora_A=[8, 8] float16, lora_B=[8, 6] float16, scaling=[1, 8] float32\n"
+        "    (mix): Mix()\n"
         "    (routes): None\n"
         "  )\n"
         ")"

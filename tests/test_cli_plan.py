@@ -41,7 +41,7 @@ def test_plan_names_what_to_build_and_why_each_adapter_fits(adapters: list[Path]
         "SlotManager(model, max_rank=5, num_slots=2, dora=True, bias=True, target_modules=[...])"
     )
     assert modules == "4 modules: q_proj, v_proj"
-    assert size == "2.6 kB of buffers in bfloat16"
+    assert size == "2.2 kB of buffers in bfloat16"
     assert header.split() == ["adapter", "fits", "rank", "modules", "notes"]
     assert [row.split()[:4] for row in rows] == [
         [str(path), "yes", str(rank), str(count)]
@@ -59,7 +59,7 @@ def test_plan_as_json_has_the_documented_keys(adapters: list[Path]) -> None:
         "num_slots": 1,
         "dtype": "float16",
         "options": {"dora": True, "bias": True},
-        "nbytes": 4 * (5 * (8 + 6) * 2 + 4 * (5 + 1 + 6 + 4 * 6)) + 4 * 5 * 8,
+        "nbytes": 4 * (5 * (8 + 6) * 2 + 4 * (5 + 6 + 4 * 6)),
         "modules": {name: {"in_shape": [8], "out_features": 6} for name in TOY_MODULES},
     }
     assert files[3] == {
@@ -102,7 +102,7 @@ def test_the_bytes_of_whole_parameters_and_token_rows_are_counted(tmp_path: Path
     assert found.options == {"full_modules": ("head",), "token_rows": 4}
     low_rank = 4 * (8 + 6) * 2 + 4 * 4
     whole = (3 * 6 * 2 + 4) + (3 * 2 + 4)
-    tokens = 4 * (8 * 2 + 8) + 4
+    tokens = 4 * (8 * 2 + 8)
     assert found.nbytes == low_rank + 2 * (whole + tokens)
 
 

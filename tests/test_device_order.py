@@ -19,7 +19,7 @@ from toys import Snapshot, toy, toy_adapter, toy_input
 from lora_slots import SlotManager
 from lora_slots.bank import buffers
 from lora_slots.bank.ordering import Order, Orders
-from lora_slots.bank.steering import Steering
+from lora_slots.bank.sharing import MixWriter
 from lora_slots.staging.copying import sent
 
 CPU = torch.device("cpu")
@@ -95,7 +95,7 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
     for owner, name, what in (
         (buffers, "copy_bits", "rows"),
         (buffers, "zero_bits", "rows"),
-        (Steering, "write", "steering"),
+        (MixWriter, "write", "steering"),
     ):
         func = getattr(owner, name)
         monkeypatch.setattr(

@@ -154,5 +154,5 @@ def test_a_fault_in_any_operation_changes_nothing(call: str) -> None:
         before.assert_unchanged(manager, model)
         assert torch.equal(model(toy_input()), output)
         operation += 1
-    assert operation >= 2
+    assert operation >= 1
     changed.assert_unchanged(manager, model)

@@ -52,7 +52,7 @@ CALLS: dict[str, Callable[[SlotManager], object]] = {
 def test_a_fault_in_any_operation_changes_nothing(call, error):
     model, manager = start()
     operations = count_operations(manager, CALLS[call])
-    assert operations >= 2
+    assert operations >= 1
     changed = Snapshot.of(manager, model)
     model, manager = start()
     before = Snapshot.of(manager, model)

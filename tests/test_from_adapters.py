@@ -66,7 +66,7 @@ def test_one_dora_adapter_turns_dora_on(tmp_path: Path) -> None:
     model = toy()
     dora = write_dora(tmp_path / "dora", toy(), r=2, target_modules=["q_proj"])
     assert_fits(model, toy_folder(tmp_path / "plain", 3), dora)
-    assert buffers(model) == {"lora_A", "lora_B", "scaling", "weights", "dora", "owners"}
+    assert buffers(model) == {"lora_A", "lora_B", "scaling", "dora"}
 
 
 @pytest.mark.parametrize("key", [f"{Q}.lora_B.bias", f"{Q}.base_layer.bias", f"{Q}.diff_b"])

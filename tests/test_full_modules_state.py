@@ -129,7 +129,7 @@ def test_in_bfloat16_a_parameter_is_the_files_rounded_once(paths, when):
     head = tensors["base_model.model.classifier.out_proj.weight"].to(torch.bfloat16)
     assert torch.equal(model.classifier.out_proj.weight, head)
     assert model.norm.lora_slots["weight"].full.dtype == torch.bfloat16
-    assert model.norm.lora_slots["weight"].weights.dtype == torch.float32
+    assert model.norm.lora_slots["weight"].holds.dtype == torch.float32
     manager.unload("default")
     assert torch.equal(model(x), plain(x))
 

@@ -136,8 +136,9 @@ def test_a_change_runs_as_many_operators_on_a_deep_model_as_on_a_shallow_one(cha
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_a_change_costs_few_calls_of_python_for_each_linear(change, tmp_path):
-    assert calls_per_linear(tmp_path, CHANGES[change], cache_bytes=CACHE) < 25
+def test_a_load_calls_little_python_for_each_linear_and_a_change_of_weights_none(change, tmp_path):
+    limit = 25 if change == "a cached load" else 0.1
+    assert calls_per_linear(tmp_path, CHANGES[change], cache_bytes=CACHE) < limit
 
 
 def test_counting_notices_what_is_done_for_each_linear(tmp_path):

@@ -78,8 +78,8 @@ def test_the_buffers_have_exactly_as_many_rows_as_the_budget():
     slots = model.model.layers[0].q_proj.lora_slots
     shapes = {name: list(buffer.shape) for name, buffer in slots.named_buffers()}
     assert shapes == {
-        "lora_A": [24, 8], "lora_B": [24, 6], "scaling": [1, 24], "owners": [1, 24],
-        "weights": [1, 5], "lora_bias": [5, 6], "dora": [20, 6],
+        "lora_A": [24, 8], "lora_B": [24, 6], "scaling": [1, 24],
+        "lora_bias": [5, 6], "dora": [20, 6],
     }  # fmt: skip
     plain = SlotManager(toy(), max_rank=16, num_slots=5, rank_budget=24)
     (component,) = plain.status().components.values()

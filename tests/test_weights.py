@@ -20,6 +20,7 @@ from toys import (
 )
 
 from lora_slots import ArgumentError, SlotManager, UnknownAdapterError
+from lora_slots.layers import Mix
 
 
 @pytest.fixture
@@ -45,8 +46,8 @@ def assert_mix(model, **weights):
     torch.testing.assert_close(model(x), expected, rtol=1e-4, atol=1e-4)
 
 
-def scalings(model):
-    return {name: b.clone() for name, b in slot_buffers(model).items() if "scaling" in name}
+def factors(model):
+    return {name: model.get_submodule(name).lora_slots.by_row() for name in TOY_MODULES}
 
 
 def test_set_adapters_makes_these_and_only_these_active(model, manager):
@@ -87,12 +88,12 @@ def test_set_adapters_with_no_names_deactivates_all(model, manager):
 
 def test_weights_never_compound(model, manager):
     manager.set_weight("c", 0.5)
-    once = scalings(model)
+    once = factors(model)
     for _ in range(10):
         manager.set_weight("c", 0.5)
         manager.set_adapters("c", 0.5)
         manager.load(toy_adapter(4, seed=2), "c", weight=0.5)
-    assert all(torch.equal(once[name], now) for name, now in scalings(model).items())
+    assert all(torch.equal(once[name], now) for name, now in factors(model).items())
     assert_mix(model, c=0.5)
 
 
@@ -128,20 +129,30 @@ def test_a_deactivated_adapter_keeps_its_weight(manager):
     assert manager.status().slots[2].weight == 0.75
 
 
-def test_weights_write_scaling_and_nothing_else(model, manager):
+def test_weights_write_the_one_table_that_all_layers_share_and_nothing_else(model, manager):
     before = {name: b.clone() for name, b in slot_buffers(model).items()}
+    versions = {name: b._version for name, b in slot_buffers(model).items()}
+    (mix,) = (module for module in model.modules() if isinstance(module, Mix))
+    place = mix.table.data_ptr()
     manager.set_adapters(["a", "b", "c"], [1.0, 2.0, 3.0])
     manager.set_weight("a", -1.0)
     for name, buffer in slot_buffers(model).items():
-        assert torch.equal(buffer, before[name]) == ("scaling" not in name), name
+        assert torch.equal(buffer, before[name]), name
+        assert buffer._version == versions[name], name
+    assert mix.slots.tolist() == [[-1.0, 2.0, 3.0]]
+    assert mix.rows.tolist() == [[-1.0] * 4 + [2.0] * 4 + [3.0] * 4]
+    assert mix.table.data_ptr() == mix.rows.data_ptr() == place
+    assert {id(model.get_submodule(name).lora_slots.mix) for name in TOY_MODULES} == {id(mix)}
 
 
-def test_the_scaling_buffer_holds_weight_times_alpha_over_r_in_float32(model, manager):
+def test_rows_are_multiplied_by_weight_times_alpha_over_r_in_float32(model, manager):
     manager.set_adapters(["a", "c"], [0.1, -3.0])
-    for scaling in scalings(model).values():
-        assert scaling.dtype == torch.float32
+    for name, factor in factors(model).items():
+        assert factor.dtype == torch.float32
         expected = torch.tensor([0.1 * 2] * 4 + [0.0] * 4 + [-3.0 * 2] * 4, dtype=torch.float64)
-        assert torch.equal(scaling, expected.float()[None])
+        assert torch.equal(factor, expected.float()[None])
+        # The scaling is the adapters' own, active or not.
+        assert model.get_submodule(name).lora_slots.scaling.tolist() == [[2.0] * 12]
 
 
 def test_disabling_wins_over_everything_until_enabled(model, manager):

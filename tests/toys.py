@@ -15,6 +15,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from lora_slots import Counts, LoraSlotsError, RawAdapter, SlotManager, read_adapter
+from lora_slots.layers import Mix
 
 
 class ToyLayer(nn.Module):
@@ -230,7 +231,8 @@ class Snapshot:
 
     @classmethod
     def of(cls, manager: SlotManager, model: nn.Module) -> Snapshot:
-        buffers = {name: buffer.clone() for name, buffer in slot_buffers(model).items()}
+        tensors = slot_buffers(model) | mix_tables(model)
+        buffers = {name: tensor.clone() for name, tensor in tensors.items()}
         return cls(buffers, manager.loaded_adapters, manager.active_adapters, holdings(manager))
 
     def assert_unchanged(self, manager: SlotManager, model: nn.Module) -> None:
@@ -249,14 +251,23 @@ def holdings(manager: SlotManager) -> str:
     return str(replace(status, slots=slots, cache=cache, counts=Counts()))
 
 
+MIX = ("table", "owners")
+
+
 def slot_buffers(model: nn.Module) -> dict[str, Tensor]:
     """Every buffer of every slot layer, by name."""
     return {name: b for name, b in model.named_buffers() if ".lora_slots." in f".{name}"}
 
 
+def mix_tables(model: nn.Module) -> dict[str, Tensor]:
+    """The weights and owners that slot layers share, by name."""
+    mixes = {name: m for name, m in model.named_modules() if isinstance(m, Mix)}
+    return {f"{n}.{kind}": getattr(m, kind) for n, m in mixes.items() for kind in MIX}
+
+
 def scaling_in(module: nn.Module, rank: int) -> float:
-    """What the one slot of ``module`` says: one value in its first ``rank`` rows, else 0."""
-    scaling = module.lora_slots.scaling
+    """What multiplies the one slot of ``module``: one value in its first ``rank`` rows, else 0."""
+    scaling = module.lora_slots.by_row()
     assert scaling.dtype == torch.float32
     assert torch.equal(scaling[0, rank:], torch.zeros_like(scaling[0, rank:]))
     assert len(set(scaling[0, :rank].tolist())) == 1

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from lora_slots.attach.refusals import is_compiled, refuse_fast_path, refuse_unattachable
 from lora_slots.errors import AttachError
-from lora_slots.layers import SlotSizes
+from lora_slots.layers import Mix, SlotSizes
 from lora_slots.layers.quantized import can_compute, said_dtypes
 from lora_slots.layers.swap import add_slots, has_other_class, has_slots, remove_slots
 from lora_slots.layout import Layout, Target
@@ -30,7 +30,11 @@ def attach(layout: Layout, options: Options) -> None:
     for target in layout:
         refuse_unattachable(target)
     refuse_fast_path(layout)
-    made = [target.kind.make(target.module, _sizes(target, layout, options)) for target in layout]
+    mixes = {d: Mix(options.rows, options.num_slots, d) for d in set(map(_device, layout))}
+    made = [
+        target.kind.make(target.module, _sizes(target, layout, options, mixes[_device(target)]))
+        for target in layout
+    ]
     try:
         for target, slots in zip(layout, made, strict=True):
             slots.train(target.module.training)
@@ -67,12 +71,13 @@ def warn_if_compiled(modules: Iterable[nn.Module]) -> None:
         )
 
 
-def _sizes(target: Target, layout: Layout, options: Options) -> SlotSizes:
+def _sizes(target: Target, layout: Layout, options: Options, mix: Mix) -> SlotSizes:
     return SlotSizes(
         num_slots=options.num_slots,
         rows=options.rows if target.low_rank else 0,
         dtype=_dtype(target, layout, options),
         device=_device(target),
+        mix=mix,
         dora=options.dora and target.low_rank,
         bias=options.bias and target.low_rank,
         token_rows=target.token_rows,

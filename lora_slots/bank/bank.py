@@ -5,9 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import partial
-from typing import cast
 
 import torch
 from torch import Tensor
@@ -15,8 +13,9 @@ from torch import Tensor
 from lora_slots.bank.ordering import Orders
 from lora_slots.bank.planning import Planner
 from lora_slots.bank.routes import RouteTables, RouteWriter
+from lora_slots.bank.scaling import ScalingWriter
+from lora_slots.bank.sharing import MixWriter
 from lora_slots.bank.state import BankState
-from lora_slots.bank.steering import Steering, Table, Tables
 from lora_slots.bank.work import Work
 from lora_slots.bank.writing import RowWriter
 from lora_slots.eviction import Room
@@ -25,8 +24,6 @@ from lora_slots.layers import SlotLayer
 from lora_slots.layout import Layout
 from lora_slots.roster import Roster
 from lora_slots.staging.staged import StagedAdapter
-
-_RECENT_TABLES = 16
 
 
 class Bank:
@@ -38,7 +35,7 @@ class Bank:
     written only while nobody holds. One thread changes at a time: callers see to that.
 
     A `Planner` says what the model shall hold next, `Work` what has to be written for that and
-    when, and a `RowWriter` and `Steering` write it.
+    when; a `RowWriter`, a `ScalingWriter` and a `MixWriter` write it.
     """
 
     def __init__(
@@ -79,10 +76,9 @@ class Bank:
         self._lock = lock
         self._layers: list[SlotLayer] = layers
         self._spare: list[tuple[Tensor, ...]] = []
-        # Tables by the weights they are for, since users go back and forth between a few mixes.
-        self._recent: dict[object, BankState] = {}
         self._routes = RouteWriter(layout) if routing else None
-        self._steering = [Steering(layers, name) for name in Tables._fields]
+        self._scaling = ScalingWriter(layers)
+        self._mix = MixWriter(layers, rows=rows, num_slots=num_slots)
         self.orders = Orders()
         self.state = self._planner.empty()
         self._enter(self._planner.plan(self.state, self.state.held, self.state.roster))
@@ -167,7 +163,6 @@ class Bank:
         held = tuple(
             changes.get(slot, own) if slot in owned else None for slot, own in enumerate(before)
         )
-        self._recent.clear()
         self._enter(self._planner.plan(self.state, held, roster))
         replaced = (own.blocks for own in before if own is not None and own not in held)
         # A GPU may still be reading pinned memory; torch's own allocator knows when it is free.
@@ -181,12 +176,7 @@ class Bank:
             ArgumentError: A weight times a scaling leaves the range of float32. Nothing is written.
             BaseException: Whatever a copy raises, after everything was put back as it was.
         """
-        key = (tuple(sorted(roster.slot_weights().items())), roster.row_weights())
-        state = self._recent.get(key) or self._planner.plan(self.state, self.state.held, roster)
-        self._enter(replace(state, roster=roster))
-        if len(self._recent) >= _RECENT_TABLES:
-            self._recent.clear()
-        self._recent[key] = state
+        self._enter(self._planner.plan(self.state, self.state.held, roster))
 
     @contextmanager
     def showing(self, rows: int) -> Iterator[None]:
@@ -212,7 +202,7 @@ class Bank:
         """
         old, writer, orders = self.state, self._writer, self.orders
         work = Work.between(old, state)
-        undo = writer.backup(work.changed, old)
+        undo = writer.backup(work.changed, old) if work.changed else old
         self._find_devices()
         try:
             with orders.beside():
@@ -237,8 +227,7 @@ class Bank:
 
     def _find_devices(self) -> None:
         if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-            buffers = (b for layer in self._layers for b in layer.buffers(recurse=False))
-            self.orders.cover({buffer.device for buffer in buffers})
+            self.orders.cover(self._mix.devices)
 
     def _flip(self, work: Work, new: BankState, undo: BankState) -> None:
         """Let the new state be seen, and be what this bank says; or neither."""
@@ -262,8 +251,9 @@ class Bank:
         self.state = old
 
     def _steer(self, old: BankState, new: BankState) -> None:
-        for steering, table in zip(self._steering, new.tables, strict=True):
-            steering.write(cast("Table", table))
+        if new.scaling is not old.scaling and self._scaling.write(new.scaling):
+            self._mix.look_again()
+        self._mix.write(new.weights, new.rows)
         torn = new.shown is not None and any(layer.is_torn for layer in self._layers)
         if torn or new.shown != old.shown:
             self._show(new.shown, new.routes)

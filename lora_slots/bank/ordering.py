@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -100,24 +100,22 @@ class Orders:
             if device.type == "cuda"
         }
 
-    @contextmanager
-    def beside(self) -> Iterator[None]:
+    def beside(self) -> AbstractContextManager[object]:
         """See `Order.beside`."""
-        with self._all("beside"):
-            yield
+        return self._all("beside")
 
-    @contextmanager
-    def alone(self) -> Iterator[None]:
+    def alone(self) -> AbstractContextManager[object]:
         """See `Order.alone`."""
-        with self._all("alone"):
-            yield
+        return self._all("alone")
 
     def forwards(self, hold: AbstractContextManager[None]) -> AbstractContextManager[None]:
         """``hold``, with forwards in the stream that is current on entering and on leaving it."""
         orders = tuple(self._by_device.values())
         return _ordered(hold, orders) if orders else hold
 
-    def _all(self, name: str) -> ExitStack:
+    def _all(self, name: str) -> AbstractContextManager[object]:
+        if not self._by_device:
+            return nullcontext()
         stack = ExitStack()
         for order in self._by_device.values():
             stack.enter_context(getattr(order, name)())

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+import numpy as np
+
 from lora_slots.bank.routes import RouteTables
 from lora_slots.bank.rows import place
+from lora_slots.bank.scaling import Table
 from lora_slots.bank.state import BankState
-from lora_slots.bank.steering import Tables
 from lora_slots.roster import Roster
 from lora_slots.staging.staged import StagedAdapter
 
@@ -47,7 +49,8 @@ class Planner:
     def empty(self) -> BankState:
         """The state of buffers that were just made."""
         nothing: tuple[None, ...] = (None,) * self.num_slots
-        return BankState(Roster(self.num_slots), nothing, {}, self._tables(nothing, {}, {}))
+        scaling = np.zeros((self._modules, self.rows), dtype=np.float32)
+        return BankState(Roster(self.num_slots), nothing, {}, scaling, {})
 
     def need(self, staged: StagedAdapter | None) -> int:
         """How many rows by rank an adapter owns."""
@@ -64,7 +67,28 @@ class Planner:
         Raises:
             ArgumentError: A weight times a scaling leaves the range of float32.
         """
-        weights = roster.slot_weights()
+        weights = roster.slot_weights
+        for slot, weight in weights.items():
+            own = held[slot]
+            if own is not None:
+                own.check_weight(weight)
+        rows, shown = self._placed(old, held, weights)
+        return BankState(
+            roster,
+            held,
+            rows,
+            self._scaling(old, held, rows),
+            weights,
+            shown,
+            self._routes(old, held, rows, roster),
+        )
+
+    def _placed(
+        self, old: BankState, held: Sequence[StagedAdapter | None], weights: Mapping[int, float]
+    ) -> tuple[Mapping[int, range], int | None]:
+        """The rows that slots own, and how many rows are shown."""
+        if held is old.held and self.buckets is None:
+            return old.rows, None
         needs = {slot: need for slot, own in enumerate(held) if (need := self.need(own))}
         active = [slot for slot in weights if slot in needs]
         shown = None
@@ -78,27 +102,24 @@ class Planner:
             active=active,
             limit=shown,
             given_up={slot: own for slot, own in old.rows.items() if slot not in needs},
-            in_use=old.roster.slot_weights(),
+            in_use=old.weights,
         )
         assert starts is not None
-        rows = {slot: range(start, start + needs[slot]) for slot, start in starts.items()}
-        tables = self._tables(held, rows, weights)
-        return BankState(roster, held, rows, tables, shown, self._routes(old, held, rows, roster))
+        return {s: range(start, start + needs[s]) for s, start in starts.items()}, shown
 
-    def _tables(
-        self,
-        held: Sequence[StagedAdapter | None],
-        rows: Mapping[int, range],
-        weights: Mapping[int, float],
-    ) -> Tables:
-        tables = Tables.zero(self._modules, self.rows, self.num_slots)
+    def _scaling(
+        self, old: BankState, held: Sequence[StagedAdapter | None], rows: Mapping[int, range]
+    ) -> Table:
+        """The scaling of all rows: the very table of ``old`` where nothing is held elsewhere."""
+        if held is old.held and rows == old.rows:
+            return old.scaling
+        table = np.zeros_like(old.scaling)
         for slot, staged in enumerate(held):
             if staged is not None:
-                own = rows.get(slot, range(0))
-                tables.own(slot, own.start, len(own))
-                if slot in weights:
-                    tables.activate(slot, staged, own.start, weights[slot])
-        return tables
+                first = rows.get(slot, range(0)).start
+                own = staged.scaling_by_row
+                table[staged.targets, first : first + own.shape[1]] = own
+        return table
 
     def _routes(
         self,
@@ -112,4 +133,6 @@ class Planner:
         if weights is None:
             return None
         routes = RouteTables.of(weights, held, rows, least=self.granule)
+        if not roster.enabled:
+            routes = routes.disabled()
         return old.routes if old.routes is not None and old.routes.says(routes) else routes

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any, Self
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from lora_slots.bank.steering import Table, scaled
+from lora_slots.bank.sharing import share
 from lora_slots.layers import LoraSlots, Routes, SlotLayer
 from lora_slots.layout import Layout
 from lora_slots.routing import Expand, RowWeights
@@ -42,7 +43,7 @@ class RouteTables:
         owned: Mapping[int, range],
         *,
         least: int,
-    ) -> RouteTables:
+    ) -> Self:
         """Fill in the weights of every row.
 
         Args:
@@ -63,7 +64,7 @@ class RouteTables:
         for slot, weight in {pair for row in rows.rows for pair in row}:
             staged = held[slot]
             assert staged is not None
-            scaled(staged, weight)
+            staged.check_weight(weight)
         for number, row in enumerate(rows.rows):
             stop = 0
             for slot, weight in row:
@@ -73,6 +74,11 @@ class RouteTables:
                 factors[number, start:stop] = weight
                 weights[number, slot] = weight
         return cls(picks, factors, weights, rows.expand)
+
+    def disabled(self) -> Self:
+        """The same with nothing that contributes."""
+        zero = {name: np.zeros_like(getattr(self, name)) for name in ("factors", "weights")}
+        return replace(self, **zero)
 
     def says(self, other: RouteTables) -> bool:
         """Whether the other one has the same numbers."""
@@ -118,21 +124,18 @@ class RouteWriter:
 
     def _share(self) -> None:
         """Look where the layers are now, and give those on one device the same `Routes`."""
-        if self._generation == SlotLayer.generation:
-            return
-        self._routes = {}
-        for layer in self._layers:
-            device = next(layer.buffers(recurse=False)).device
-            if device not in self._routes:
-                known = layer.routes
-                elsewhere = any(known is other for other in self._routes.values())
-                self._routes[device] = Routes() if known is None or elsewhere else known
-            layer.routes = self._routes[device]
-        self._generation = SlotLayer.generation
+        if self._generation != SlotLayer.generation:
+            self._routes = share(self._layers, "routes", lambda device: Routes())
+            self._generation = SlotLayer.generation
 
 
 def _written(
-    known: Tensor | None, table: Table, expand: Expand, device: torch.device, *, fixed: bool = False
+    known: Tensor | None,
+    table: NDArray[Any],
+    expand: Expand,
+    device: torch.device,
+    *,
+    fixed: bool = False,
 ) -> Tensor:
     """``table`` as a tensor: in the memory of ``known`` where that has the shape.
 

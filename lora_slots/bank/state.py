@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from lora_slots.bank.routes import RouteTables
-from lora_slots.bank.steering import Tables
+from lora_slots.bank.scaling import Table
 from lora_slots.roster import Roster
 from lora_slots.staging.staged import StagedAdapter
 
@@ -19,7 +19,8 @@ class BankState:
         roster: Whose the slots are.
         held: What each slot holds.
         rows: The rows by rank that each slot owns; slots that own none are left out.
-        tables: What the steering buffers hold.
+        scaling: ``[modules, R]``, the buffers ``scaling``: the adapters' own, active or not.
+        weights: The weight of every slot that contributes.
         shown: How many rows the model's forward sees; None: all.
         routes: What tells the rows of a batch apart; None: nothing.
     """
@@ -27,7 +28,8 @@ class BankState:
     roster: Roster
     held: tuple[StagedAdapter | None, ...]
     rows: Mapping[int, range]
-    tables: Tables
+    scaling: Table
+    weights: Mapping[int, float]
     shown: int | None = None
     routes: RouteTables | None = None
 

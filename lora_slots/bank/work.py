@@ -30,12 +30,14 @@ class Work:
     @classmethod
     def between(cls, old: BankState, new: BankState) -> Self:
         """Sort the slots by whether anyone may be reading their rows."""
-        changed = [
-            slot
-            for slot, (was, own) in enumerate(zip(old.held, new.held, strict=True))
-            if own is not was or new.owned(slot) != old.owned(slot)
-        ]
-        in_use, used_next = old.roster.slot_weights(), new.roster.slot_weights()
+        in_use, used_next = old.weights, new.weights
+        changed = []
+        if new.held is not old.held or new.rows is not old.rows:
+            changed = [
+                slot
+                for slot, (was, own) in enumerate(zip(old.held, new.held, strict=True))
+                if own is not was or new.owned(slot) != old.owned(slot)
+            ]
         read = [old.owned(slot) for slot in in_use]
         unused = [slot for slot in changed if slot not in in_use]
         early = [slot for slot in unused if not _overlap(new.owned(slot), read)]

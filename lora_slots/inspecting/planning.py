@@ -82,19 +82,17 @@ class Plan:
         wide = sum(shape.in_features + shape.out_features for shape in self.shapes.values())
         out = sum(shape.out_features for shape in self.shapes.values())
         dora, bias = (bool(self.options.get(name)) for name in ("dora", "bias"))
-        floats = len(self.shapes) * (rows + self.num_slots * (dora or bias))
+        floats = len(self.shapes) * rows
         floats += self.num_slots * out * (4 * dora + bias)
         whole = self.num_slots * sum(self._whole(*other) for other in self.others.items())
-        owners = 8 * len(self.shapes) * rows * dora
-        return rows * wide * self.dtype.itemsize + 4 * floats + owners + whole
+        return rows * wide * self.dtype.itemsize + 4 * floats + whole
 
     def _whole(self, key: str, shape: tuple[int, ...]) -> int:
         """The bytes of each slot for a parameter as a whole, or for rows of an embedding."""
-        weight = 4
         if ".trainable_tokens_delta" in key:
             row = math.prod(shape[1:]) * self.dtype.itemsize + 8
-            return int(self.options["token_rows"]) * row + weight
-        return math.prod(shape) * self.dtype.itemsize + weight
+            return int(self.options["token_rows"]) * row
+        return math.prod(shape) * self.dtype.itemsize + 4
 
 
 def find_adapters(path: str) -> list[str]:

@@ -10,6 +10,7 @@ from lora_slots.layers.conv1d import CONV1D
 from lora_slots.layers.embedding import EMBEDDING
 from lora_slots.layers.kind import LayerKind
 from lora_slots.layers.linear import LINEAR
+from lora_slots.layers.mix import Mix
 from lora_slots.layers.routes import Routes
 
 KINDS: tuple[LayerKind, ...] = (LINEAR, CONV1D, *CONVOLUTIONS, EMBEDDING)
@@ -20,4 +21,4 @@ def kind_of(module: nn.Module) -> LayerKind | None:
     return next((kind for kind in KINDS if kind.matches(module)), None)
 
 
-__all__ = ["KINDS", "LayerKind", "LoraSlots", "Routes", "SlotLayer", "SlotSizes", "kind_of"]
+__all__ = ["KINDS", "LayerKind", "LoraSlots", "Mix", "Routes", "SlotLayer", "SlotSizes", "kind_of"]

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 if TYPE_CHECKING:
+    from lora_slots.layers.mix import Mix
     from lora_slots.layers.routes import Routes
 
 
@@ -22,6 +23,7 @@ class SlotSizes:
         rows: How many rows by rank they share; 0 where a layer takes no low-rank updates.
         dtype: The dtype of what is as large as the base layer: ``lora_A``, ``lora_B`` and the like.
         device: Where the buffers are made.
+        mix: The weights of the adapters, which all layers on that device share.
         dora: Whether slots hold DoRA magnitudes.
         bias: Whether slots hold a bias.
         token_rows: How many trained rows of an embedding each slot holds.
@@ -31,6 +33,7 @@ class SlotSizes:
     rows: int
     dtype: torch.dtype
     device: torch.device
+    mix: Mix
     dora: bool = False
     bias: bool = False
     token_rows: int = 0
@@ -39,19 +42,21 @@ class SlotSizes:
 class SlotLayer(nn.Module):
     """What all slots hold for one base layer, zero until an adapter is written into them.
 
-    A slot is a run of whole rows of every buffer but ``scaling`` and ``weights``: of ``lora_A`` and
+    A slot is a run of whole rows of every buffer but ``scaling`` and ``holds``: of ``lora_A`` and
     ``lora_B`` those that the bank gives it, of all others as many as any slot. The buffers are made
     once and never replaced by lora_slots, so compiled graphs and CUDA graphs keep reading the same
     memory. They are not part of the state dict.
 
     Attributes:
+        mix: With which weights adapters contribute; shared with other layers.
         generation: How often ``.to()`` and its like have replaced buffers of any slot layer in this
             process; while it stands still, references to buffers stay good.
     """
 
+    mix: Mix
     generation: ClassVar[int] = 0
     # Buffers that steer, and small ones: float32 whatever the model is cast to.
-    float32: ClassVar[frozenset[str]] = frozenset({"scaling", "weights", "lora_bias", "dora"})
+    float32: ClassVar[frozenset[str]] = frozenset({"scaling", "holds", "lora_bias", "dora"})
 
     def add_buffer(
         self,
@@ -137,10 +142,8 @@ class LoraSlots(SlotLayer):
     Attributes:
         lora_A: ``[R, in]``, R the number of rows that all slots share.
         lora_B: ``[R, out]``; rank-major, so that a slot is a run of whole rows here too.
-        scaling: ``[1, R]`` float32; 0 for rows that contribute nothing. (Two dimensions, since
-            ahead-of-time compilation inlines small vectors as constants.)
-        weights: ``[1, num_slots]`` float32, the weight of each slot that contributes, else 0; None
-            without ``dora``, ``bias`` and ``token_rows``.
+        scaling: ``[1, R]`` float32, the adapter's own for each row that one fills, else 0. (Two
+            dimensions, since ahead-of-time compilation inlines small vectors as constants.)
         lora_bias: ``[num_slots, out]`` float32; None without ``bias``.
         dora: ``[num_slots * 4, out]`` float32, for each slot the magnitude and three sums over the
             input axis: |W|^2, <W, sBA> and |sBA|^2; None without ``dora``. Zero where the adapter
@@ -151,8 +154,6 @@ class LoraSlots(SlotLayer):
             embedding; None without ``token_rows``.
         num_slots: How many slots there are.
         low_rank: Whether ``forward`` sees any rows of ``lora_A``, ``lora_B`` and ``scaling``.
-        owners: ``[1, R]`` int64, the slot that owns each row; None without ``dora``, but for
-            embeddings with a ``max_norm``.
         routes: What tells the rows of a batch apart, shared by all layers; None without routing.
         path: The name of the base layer, for errors; empty without routing.
     """
@@ -160,12 +161,10 @@ class LoraSlots(SlotLayer):
     lora_A: Tensor
     lora_B: Tensor
     scaling: Tensor
-    weights: Tensor | None
     lora_bias: Tensor | None
     dora: Tensor | None
     token_ids: Tensor | None
     token_rows: Tensor | None
-    owners: Tensor | None
     num_slots: int
     low_rank: bool
     routes: Routes | None
@@ -178,6 +177,7 @@ class LoraSlots(SlotLayer):
         super().__init__()
         slots = sizes.num_slots
         rows = sizes.rows
+        self.mix = sizes.mix
         self.num_slots = slots
         self.low_rank = rows > 0
         if self.low_rank:
@@ -186,15 +186,12 @@ class LoraSlots(SlotLayer):
             self.add_buffer("scaling", 1, rows, sizes)
         self._whole: dict[str, Tensor] = {}
         self.register_module("routes", None)
-        for name in ("weights", "lora_bias", "dora", "owners", "token_ids", "token_rows"):
+        for name in ("lora_bias", "dora", "token_ids", "token_rows"):
             self.register_buffer(name, None)
-        if sizes.dora or sizes.bias or sizes.token_rows:
-            self.add_buffer("weights", 1, slots, sizes)
         if sizes.bias:
             self.add_buffer("lora_bias", slots, out_features, sizes)
         if sizes.dora:
             self.add_buffer("dora", 4 * slots, out_features, sizes)
-            self.add_buffer("owners", 1, rows, sizes, torch.int64)
         if sizes.token_rows:
             tokens = slots * sizes.token_rows
             self.add_buffer("token_ids", tokens, 1, sizes, torch.int64)
@@ -261,6 +258,10 @@ class LoraSlots(SlotLayer):
     def _has(self, name: str) -> bool:
         return self._buffers.get(name) is not None
 
+    def by_row(self) -> Tensor:
+        """By what each row is multiplied: its scaling times its adapter's weight, ``[1, R]``."""
+        return self.scaling * self.mix.of_rows(self.scaling)
+
     def gain(self, rows: Tensor | None = None) -> Tensor:
         """By what DoRA multiplies each output: ``[num_slots, out]`` float32, 1 where it does not.
 
@@ -270,8 +271,7 @@ class LoraSlots(SlotLayer):
         Source: DoRA, arXiv:2402.09353, equation 5.
         """
         assert self.dora is not None
-        assert self.weights is not None
-        weights = self.weights.t() if rows is None else rows.unsqueeze(-1)
+        weights = self.mix.of_slots(self.dora.device).t() if rows is None else rows.unsqueeze(-1)
         magnitude, base, cross, update = self.dora.view(-1, 4, self.dora.shape[1]).unbind(1)
         norm = (base + 2 * weights * cross + weights**2 * update).clamp(min=_TINY).sqrt()
         return torch.where((weights != 0) & (base != 0), magnitude / norm, 1)
@@ -282,12 +282,26 @@ class LoraSlots(SlotLayer):
         With the weights of several ``rows [batch, num_slots]``: ``[batch, out]``.
         """
         assert self.lora_bias is not None
-        assert self.weights is not None
         if rows is not None:
             return (rows.unsqueeze(-1) * self.lora_bias).sum(1)
-        return (self.weights.t() * self.lora_bias).sum(0)
+        return (self.mix.of_slots(self.lora_bias.device).t() * self.lora_bias).sum(0)
+
+
+def followed(old: Tensor, fn: Callable[[Tensor], Tensor]) -> Tensor:
+    """What ``.to()`` and its like make of a tensor: elsewhere, but of the same dtype and values."""
+    # What inference_mode makes could not be written outside of it.
+    with torch.inference_mode(False):
+        new = fn(old)
+        if new is old:
+            return old
+        if new.dtype != old.dtype:
+            new = torch.empty_like(old, device=new.device)
+        if not new.is_meta:
+            # What was on meta has no values; and ``.to_empty()`` keeps none.
+            new = torch.zeros_like(new) if old.is_meta else new.copy_(old)
+    return new
 
 
 # Buffers with one row, or column, for each rank of an adapter, and which of the two.
-BY_RANK = {"lora_A": 0, "lora_B": 0, "scaling": 1, "owners": 1}
+BY_RANK = {"lora_A": 0, "lora_B": 0, "scaling": 1}
 _TINY = torch.finfo(torch.float32).tiny

@@ -22,14 +22,14 @@ _CONVOLVE = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
 
 
 class ConvSlots(LoraSlots):
-    """Adds ``sum over rows of scaling * conv(x, A) B`` to the output of a convolution.
+    """Adds ``sum over rows of weight * scaling * conv(x, A) B`` to the output of a convolution.
 
     A row of ``lora_A`` is a flattened kernel over all input channels, which moves over the input as
     the base layer's own kernels do.
     """
 
     def forward(self, x: Tensor, y: Tensor, base: Any) -> Tensor:
-        """Return ``y`` plus the share of every row whose scaling is not 0.
+        """Return ``y`` plus the share of every row that an active adapter fills.
 
         Args:
             x: ``[in, *size]``, or the same for each item of a batch: what the base layer was given.
@@ -37,7 +37,7 @@ class ConvSlots(LoraSlots):
             base: The base layer.
 
         Returns:
-            The shape, dtype and memory format of ``y``; equal to it when every scaling is 0.
+            The shape, dtype and memory format of ``y``; equal to it when none is active.
 
         Source: LoRA for convolutions, as in LoCon: ``conv(x, B A) = B conv(x, A)``.
         """
@@ -59,7 +59,7 @@ class ConvSlots(LoraSlots):
         last, lora_B = with_dora(self, y.movedim(channels, -1), base, rows)
         h = h.movedim(channels, -1)
         h = h if rows is None else rows.columns_of(h)
-        h, lora_B = factors(y, h, lora_B, self.scaling, rows)
+        h, lora_B = factors(y, h, lora_B, self.by_row(), rows)
         if rows is not None:
             share = torch.bmm(h, lora_B).view(last.shape)
         else:

@@ -19,13 +19,13 @@ from lora_slots.layers.tokens import replace_rows
 
 
 class EmbeddingSlots(LoraSlots):
-    """Adds ``sum over rows of scaling * A[row, x] B[row]`` to the rows of an embedding.
+    """Adds ``sum over rows of weight * scaling * A[row, x] B[row]`` to the rows of an embedding.
 
     Slots may also hold trained rows, which stand in the place of the embedding's own.
     """
 
     def forward(self, x: Tensor, y: Tensor, base: nn.Embedding) -> Tensor:
-        """Return ``y`` plus the share of every row whose scaling is not 0.
+        """Return ``y`` plus the share of every row that an active adapter fills.
 
         Args:
             x: ``[...]``, the ids of tokens.
@@ -34,7 +34,7 @@ class EmbeddingSlots(LoraSlots):
                 of adapters, and its ``max_norm`` bounds ``A[:, x]`` as PEFT lets it.
 
         Returns:
-            ``[..., dim]`` in the dtype of ``y``; equal to ``y`` when every scaling is 0.
+            ``[..., dim]`` in the dtype of ``y``; equal to ``y`` when none is active.
         """
         if not torch.compiler.is_compiling():
             watch.notify(self)
@@ -55,7 +55,7 @@ class EmbeddingSlots(LoraSlots):
                 h = self._bounded_by_slot(h, base)
             if rows is not None:
                 h = rows.columns_of(h)
-            total = add_rows(self, y, h, base, rows, self.scaling * scale)
+            total = add_rows(self, y, h, base, rows, self.by_row() * scale)
         if self.token_rows is not None:
             total = replace_rows(
                 self, x, y, total, lambda trained: _bounded(trained, base) * scale, rows
@@ -64,9 +64,9 @@ class EmbeddingSlots(LoraSlots):
 
     def _bounded_by_slot(self, h: Tensor, base: nn.Embedding) -> Tensor:
         """``h [..., R]`` with the share of each slot scaled down to ``base.max_norm``."""
-        assert self.owners is not None
+        owners = self.mix.owners_of(self.lora_B)
         slots = torch.arange(self.num_slots, device=h.device).unsqueeze(1)
-        shares = torch.where(self.owners == slots, h.unsqueeze(-2), 0)
+        shares = torch.where(owners == slots, h.unsqueeze(-2), 0)
         return _bounded(shares, base).sum(-2)
 
 
@@ -99,10 +99,7 @@ def _shape(module: nn.Embedding) -> tuple[tuple[int, ...], int]:
 
 def _make(module: nn.Embedding, sizes: SlotSizes) -> EmbeddingSlots:
     rows, width = module.num_embeddings, module.embedding_dim
-    slots = EmbeddingSlots(rows, width, sizes, token_width=width)
-    if module.max_norm is not None and slots.low_rank and slots.owners is None:
-        slots.add_buffer("owners", 1, sizes.rows, sizes, torch.int64)
-    return slots
+    return EmbeddingSlots(rows, width, sizes, token_width=width)
 
 
 def _weight(module: Any) -> Tensor:

@@ -28,13 +28,13 @@ _SLOW_ON_CPU = tuple(
 
 
 class LinearSlots(LoraSlots):
-    """Adds ``sum over rows of scaling * (x A^T) B`` to the output of a linear layer.
+    """Adds ``sum over rows of weight * scaling * (x A^T) B`` to the output of a linear layer.
 
     Where its weight is also an embedding's, slots may hold trained rows of that, too.
     """
 
     def forward(self, x: Tensor, y: Tensor, base: nn.Module) -> Tensor:
-        """Return ``y`` plus the share of every row whose scaling is not 0.
+        """Return ``y`` plus the share of every row that an active adapter fills.
 
         Args:
             x: ``[..., in]``, what the base layer was given.
@@ -42,7 +42,7 @@ class LinearSlots(LoraSlots):
             base: The base layer.
 
         Returns:
-            ``[..., out]`` in the dtype of ``y``; equal to ``y`` when every scaling is 0.
+            ``[..., out]`` in the dtype of ``y``; equal to ``y`` when none is active.
 
         The product with A runs in the dtype of the buffers, or in autocast's. The sum runs in the
         wider of that and the dtype of ``y``, so ``y`` itself is never rounded; in float32 on
@@ -85,10 +85,10 @@ def add_rows(
     """Add to ``y [..., out]`` what ``slots`` make of ``h [..., R]``, the product of x with A.
 
     With ``rows``, of ``h [batch, -1, k]``, the columns picked for each. ``scaling [1, R]`` stands
-    for the slots' own where the base layer scales its output.
+    for ``slots.by_row()`` where the base layer scales its output.
     """
     y, lora_B = with_dora(slots, y, base, rows)
-    y = add_product(y, h, lora_B, slots.scaling if scaling is None else scaling, rows)
+    y = add_product(y, h, lora_B, slots.by_row() if scaling is None else scaling, rows)
     return with_bias(slots, y, rows)
 
 
@@ -102,15 +102,15 @@ def with_dora(
     lora_B = slots.lora_B if rows is None else rows.rows_of(slots.lora_B)
     if slots.dora is None:
         return y, lora_B
-    assert slots.owners is not None
+    owners = slots.mix.owners_of(slots.lora_B)
     if rows is None:
         gain = slots.gain()
         y = lift(y, (gain - 1).sum(0), base)
-        return y, lora_B * gain.index_select(0, slots.owners[0])
+        return y, lora_B * gain.index_select(0, owners)
     gain = slots.gain(rows.weights)
     y = lift(y, along((gain - 1).sum(1), y.ndim), base)
-    owners = rows.rows_of(slots.owners.t())
-    return y, lora_B * gain.gather(1, owners.expand(-1, -1, gain.shape[-1]))
+    picked = rows.rows_of(owners.unsqueeze(1))
+    return y, lora_B * gain.gather(1, picked.expand(-1, -1, gain.shape[-1]))
 
 
 def with_bias(slots: LoraSlots, y: Tensor, rows: RowFactors | None = None) -> Tensor:
@@ -174,7 +174,7 @@ def factors(
         dtype = torch.float32
     if rows is not None:
         scaling = rows.rows_of(scaling.t()).transpose(1, 2)
-    on = scaling != 0
+    off = scaling == 0
     if dtype == torch.float16:
         # scaling * h can leave the range of float16 where scaling * (h @ B) does not, and so can
         # scaling * B. What shrinks is applied to h; of what grows, B takes what it has room for.
@@ -185,8 +185,8 @@ def factors(
     if rows is not None:
         factor = rows.factors.unsqueeze(1)
         scaling = scaling * factor
-        on = on & (factor != 0)
-    return cast_to(torch.where(on, h * scaling, 0), dtype), cast_to(lora_B, dtype)
+        off = off | (factor == 0)
+    return cast_to((h * scaling).masked_fill_(off, 0), dtype), cast_to(lora_B, dtype)
 
 
 def _is_linear(module: nn.Module) -> bool:

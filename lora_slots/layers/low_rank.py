@@ -7,6 +7,8 @@ mixture, which lie in one parameter of three dimensions.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor, nn
 
@@ -18,23 +20,23 @@ from lora_slots.layers.parameter import has_parameter, own_parameter, parameter_
 
 
 class MatrixSlots(LoraSlots):
-    """Adds ``sum over rows of scaling * B^T A`` to a parameter ``[out, in]``."""
+    """Adds ``sum over rows of weight * scaling * B^T A`` to a parameter ``[out, in]``."""
 
     def forward(self, parameter: Tensor) -> Tensor:
-        """Return the parameter plus the share of every row whose scaling is not 0.
+        """Return the parameter plus the share of every row that an active adapter fills.
 
         Args:
             parameter: The base model's, ``[out, in]``; not changed.
 
         Returns:
-            The same shape and dtype; equal to ``parameter`` when every scaling is 0.
+            The same shape and dtype; equal to ``parameter`` when none is active.
         """
         if not torch.compiler.is_compiling():
             watch.notify(self)
         if not self.low_rank:
             return parameter
         with torch.autocast(parameter.device.type, enabled=False):
-            return add_product(parameter, self.lora_B.t(), self.lora_A, self.scaling)
+            return add_product(parameter, self.lora_B.t(), self.lora_A, self.by_row())
 
 
 class ExpertSlots(LoraSlots):
@@ -46,13 +48,13 @@ class ExpertSlots(LoraSlots):
     """
 
     def forward(self, parameter: Tensor) -> Tensor:
-        """Return the parameter plus the share of every row whose scaling is not 0.
+        """Return the parameter plus the share of every row that an active adapter fills.
 
         Args:
             parameter: The base model's, ``[experts, out, in]``; not changed.
 
         Returns:
-            The same shape and dtype; equal to ``parameter`` when every scaling is 0.
+            The same shape and dtype; equal to ``parameter`` when none is active.
 
         Source: PEFT, ``ParamWrapper.get_delta_weight``.
         """
@@ -61,7 +63,7 @@ class ExpertSlots(LoraSlots):
         if not self.low_rank:
             return parameter
         with torch.autocast(parameter.device.type, enabled=False):
-            B, A = factors(parameter, self.lora_B.t(), self.lora_A, self.scaling)
+            B, A = factors(parameter, self.lora_B.t(), self.lora_A, self.by_row())
             experts, ranks = parameter.shape[0], len(A)
             B = B.view(experts, -1, ranks)
             A = A.view(ranks, experts, -1).transpose(0, 1)
@@ -116,5 +118,5 @@ def _make(module: nn.Module, sizes: SlotSizes, name: str) -> LoraSlots:
     kind: type[LoraSlots] = MatrixSlots
     if own_parameter(module, name).ndim == 3:
         kind = TransposedExpertSlots if _is_transposed(module) else ExpertSlots
-    plain = SlotSizes(sizes.num_slots, sizes.rows, sizes.dtype, sizes.device)
+    plain = replace(sizes, dora=False, bias=False, token_rows=0)
     return kind(in_features, out_features, plain)

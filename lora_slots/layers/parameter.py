@@ -28,17 +28,18 @@ class FullSlots(SlotLayer):
 
     Attributes:
         full: ``[num_slots, numel]``, the flattened parameter of each slot.
-        weights: ``[1, num_slots]`` float32, the weight of each slot that contributes, else 0.
+        holds: ``[num_slots, 1]`` float32, 1 for each slot whose adapter has the parameter, else 0.
     """
 
     full: Tensor
-    weights: Tensor
+    holds: Tensor
 
     def __init__(self, numel: int, sizes: SlotSizes) -> None:
         """Allocate zeros: nothing loaded means the parameter is the base model's."""
         super().__init__()
+        self.mix = sizes.mix
         self.add_buffer("full", sizes.num_slots, numel, sizes)
-        self.add_buffer("weights", 1, sizes.num_slots, sizes)
+        self.add_buffer("holds", sizes.num_slots, 1, sizes)
 
     def forward(self, parameter: Tensor) -> Tensor:
         """``parameter + sum over slots of weight * (full - parameter)``, exact at weights 0 and 1.
@@ -51,8 +52,9 @@ class FullSlots(SlotLayer):
         """
         if not torch.compiler.is_compiling():
             watch.notify(self)
-        own = (self.weights.t() * self.full).sum(0)
-        rest = (1 - self.weights.sum(1)) * parameter.flatten()
+        weights = self.holds * self.mix.of_slots(self.holds.device).t()
+        own = (weights * self.full).sum(0)
+        rest = (1 - weights.sum(0)) * parameter.flatten()
         return (rest + own).view(parameter.shape).to(parameter.dtype)
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lora_slots.errors import ArgumentError
-from lora_slots.layers.base import SlotLayer
+from lora_slots.layers.base import SlotLayer, followed
 
 if TYPE_CHECKING:
     from lora_slots.layers.base import LoraSlots
@@ -28,7 +28,7 @@ class Routes(SlotLayer):
         picks: ``[rows, k]`` int64, the rows by rank that each row of the batch is computed with. A
             row that needs fewer has any of them more than once. None: rows are not told apart.
         factors: ``[rows, k]`` float32, a factor of ``scaling`` for each; 0 for those not needed.
-        weights: ``[rows, num_slots]`` float32, a factor of ``weights``.
+        weights: ``[rows, num_slots]`` float32, the weight of each slot.
     """
 
     picks: Tensor | None
@@ -42,10 +42,10 @@ class Routes(SlotLayer):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         """Follow ``.to()``, but keep the dtypes."""
-        with torch.inference_mode(False):
-            self.picks = _moved(self.picks, fn)
-            self.factors = _moved(self.factors, fn)
-            self.weights = _moved(self.weights, fn)
+        self.picks, self.factors, self.weights = (
+            None if table is None else followed(table, fn)
+            for table in (self.picks, self.factors, self.weights)
+        )
         return self
 
 
@@ -55,13 +55,12 @@ class RowFactors(NamedTuple):
     Attributes:
         picks: ``[batch, k]`` int64, the rows by rank that each is computed with.
         factors: ``[batch, k]`` float32, a factor of ``scaling`` for each of these.
-        weights: ``[batch, num_slots]`` float32, in the place of ``weights``; None where the layer
-            has none.
+        weights: ``[batch, num_slots]`` float32, the weight of each slot.
     """
 
     picks: Tensor
     factors: Tensor
-    weights: Tensor | None
+    weights: Tensor
 
     def rows_of(self, buffer: Tensor) -> Tensor:
         """The rows of ``buffer [R, width]`` that each is computed with: ``[batch, k, width]``."""
@@ -88,9 +87,7 @@ def row_factors(slots: LoraSlots, like: Tensor, *, batched: bool = True) -> RowF
     count = like.shape[0]
     picks = _spread(slots, routes.picks, count)
     factors = _spread(slots, routes.factors, count)
-    if slots.weights is None:
-        return RowFactors(picks, factors, None)
-    return RowFactors(picks, factors, slots.weights * _spread(slots, routes.weights, count))
+    return RowFactors(picks, factors, _spread(slots, routes.weights, count))
 
 
 def along(table: Tensor, ndim: int) -> Tensor:
@@ -137,12 +134,3 @@ def _refuse(slots: LoraSlots, what: str, table: Tensor | None = None, count: int
         f"{slots.path} was given a leading dimension of {count}, but route() names {routed} rows; "
         f"{remedy}"
     )
-
-
-def _moved(table: Tensor | None, fn: Callable[[Tensor], Tensor]) -> Tensor | None:
-    if table is None:
-        return None
-    new = fn(table)
-    if table.is_meta and not new.is_meta:
-        return torch.zeros_like(new, dtype=table.dtype)
-    return new if new.dtype == table.dtype else table.to(new.device)

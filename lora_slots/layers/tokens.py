@@ -38,13 +38,12 @@ def replace_rows(
     """
     assert slots.token_ids is not None
     assert slots.token_rows is not None
-    assert slots.weights is not None
     kept: Tensor | float = 1.0
     own: Tensor | float = 0.0
     replaced = torch.zeros_like(x, dtype=torch.bool).unsqueeze(-1)
     held = slots.token_ids.chunk(slots.num_slots), slots.token_rows.chunk(slots.num_slots)
-    weights: Iterable[Tensor] = slots.weights[0]
-    if factors is not None and factors.weights is not None:
+    weights: Iterable[Tensor] = slots.mix.of_slots(x.device)[0]
+    if factors is not None:
         weights = [along(own, y.ndim) for own in factors.weights.unsqueeze(-1).unbind(1)]
     for ids, rows, weight in zip(*held, weights, strict=True):
         hits = x.unsqueeze(-1) + 1 == ids.flatten()
@@ -78,13 +77,12 @@ def replace_outputs(
     """
     assert slots.token_ids is not None
     assert slots.token_rows is not None
-    assert slots.weights is not None
     ids = slots.token_ids.flatten()
     each = len(ids) // slots.num_slots
-    if factors is not None and factors.weights is not None:
+    if factors is not None:
         weights = along(factors.weights.repeat_interleave(each, dim=1), y.ndim)
     else:
-        weights = slots.weights[0].repeat_interleave(each)
+        weights = slots.mix.of_slots(ids.device)[0].repeat_interleave(each)
     weights = torch.where(ids != 0, weights, 0)
     outputs = (ids - 1).clamp(min=0)
     row = F.linear(x.to(slots.token_rows.dtype), slots.token_rows).float()

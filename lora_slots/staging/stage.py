@@ -83,6 +83,8 @@ def _parts(module: ModuleUpdate, layout: Layout) -> list[Part]:
     if module.lora_A is not None and module.lora_B is not None:
         rows["lora_A"] = _as_matrix(module.lora_A)
         rows["lora_B"] = _as_matrix(module.lora_B).t()
+    if "full" in rows:
+        rows["holds"] = torch.ones(1, 1)
     return [_part(target, module.target, name, tensor) for name, tensor in rows.items()]
 
 

@@ -11,8 +11,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from lora_slots.errors import ArgumentError
+
 # Numbers of any dtype as integers of the same size, and the dtypes of those.
 Bits = NDArray[np.signedinteger]
+_LARGEST = float(np.finfo(np.float32).max)
+_ZERO = np.float32(0)
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -79,6 +83,33 @@ class StagedAdapter:
     def rank(self) -> int:
         """The largest of ``ranks``."""
         return max(self.ranks)
+
+    @functools.cached_property
+    def scaling_by_row(self) -> NDArray[np.float32]:
+        """The scaling of each row of each target module: ``[targets, rank]``, 0 for rows beyond.
+
+        Raises:
+            ArgumentError: A scaling leaves the range of float32.
+        """
+        self.check_weight(1.0)
+        scaling = np.array(self.scaling, dtype=np.float32)[:, None]
+        return np.where(np.arange(self.rank) < np.array(self.ranks)[:, None], scaling, _ZERO)
+
+    @functools.cached_property
+    def _largest_scaling(self) -> float:
+        return max(map(abs, self.scaling))
+
+    def check_weight(self, weight: float) -> None:
+        """Refuse a multiplier of its scaling that is too large.
+
+        Raises:
+            ArgumentError: The product, or the weight itself, leaves the range of float32.
+        """
+        if not max(abs(weight), abs(weight) * self._largest_scaling) <= _LARGEST:
+            raise ArgumentError(
+                "a weight times the adapter's scaling must be a finite float32, got weight "
+                f"{weight!r} times scalings up to {self._largest_scaling!r}"
+            )
 
     @property
     def nbytes(self) -> int:
