@@ -236,7 +236,7 @@ def allocated(run: Callable[[], object]) -> int:
 
 
 def test_the_last_of_many_loads_costs_what_the_second_did(tmp_path):
-    setup = Setup(tmp_path, 8, num_slots=64)
+    setup = Setup(tmp_path, 24, num_slots=64)
     costs = []
     for number in range(63):
         with counting_calls() as calls:

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from lora_slots.staging.copying import for_each
-from lora_slots.staging.staged import as_bits
+from lora_slots.staging.staged import Bits, as_bits
 
 # The bits of the exponent of each dtype, which are all set in infinity and NaN.
 _EXPONENT = {
@@ -36,14 +36,15 @@ class Part(NamedTuple):
         buffer: The name of the buffer.
         dtype: The dtype of the buffer.
         device: Where the buffer is.
-        rows: ``[rows, width]``, strided in any way, of any dtype.
+        rows: ``[rows, width]``, strided in any way, of any dtype; or, of that of the buffer, its
+            bits.
     """
 
     target: int
     buffer: str
     dtype: torch.dtype
     device: torch.device
-    rows: Tensor
+    rows: Tensor | Bits
 
 
 class NotFiniteError(Exception):
@@ -139,12 +140,13 @@ def _fill_run(run: _Run) -> bool:
         for part in run.parts:
             source = part.rows
             start, stop = stop, stop + source.shape[0]
-            source_bits = as_bits(source) if part.dtype == source.dtype else None
-            if source_bits is None:
+            if isinstance(source, Tensor) and part.dtype == source.dtype:
+                source = source if (own := as_bits(source)) is None else own
+            if isinstance(source, Tensor):
                 run.rows[start:stop].copy_(source)
             else:
                 # numpy copies faster than torch, and waits for no other thread.
-                _copy_rows(bits[start:stop], source_bits)
+                _copy_rows(bits[start:stop], source)
     return _all_finite(run.rows.dtype, bits)
 
 

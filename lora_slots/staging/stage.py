@@ -21,7 +21,7 @@ from lora_slots.layout import Layout, Target
 from lora_slots.resolve.resolving import Adapter, ModuleUpdate
 from lora_slots.staging.dora import dora_rows
 from lora_slots.staging.packing import NotFiniteError, Part, pack
-from lora_slots.staging.staged import StagedAdapter, StagedRows
+from lora_slots.staging.staged import Bits, StagedAdapter, StagedRows
 
 # The option of SlotManager that makes a buffer, and what it is for.
 _OPTIONS = {
@@ -71,7 +71,7 @@ def stage(
         targets=tuple(module.target for module in adapter.modules),
         scaling=tuple(module.scaling for module in adapter.modules),
         ranks=tuple(module.rank for module in adapter.modules),
-        rows=_by_buffer([*parts, *more], [*views, *more_views]),
+        rows=by_buffer([*parts, *more], [*views, *more_views]),
         blocks=(*blocks, *more_blocks),
     )
 
@@ -81,21 +81,29 @@ def _parts(module: ModuleUpdate, layout: Layout) -> list[Part]:
     target = layout.targets[module.target]
     rows = dict(module.others)
     if module.lora_A is not None and module.lora_B is not None:
-        rows["lora_A"] = _as_matrix(module.lora_A)
-        rows["lora_B"] = _as_matrix(module.lora_B).t()
-    return [_part(target, module.target, name, tensor) for name, tensor in rows.items()]
+        rows["lora_A"] = as_rows("lora_A", module.lora_A)
+        rows["lora_B"] = as_rows("lora_B", module.lora_B)
+    return [part_of(target, module.target, name, tensor) for name, tensor in rows.items()]
 
 
-def _part(target: Target, index: int, name: str, rows: Tensor) -> Part:
+def part_of(target: Target, index: int, name: str, rows: Tensor | Bits) -> Part:
+    """Rows on their way into the buffer ``name`` of a target module, whose index this is.
+
+    Raises:
+        AttachError: The buffer is on ``meta`` and can hold nothing.
+    """
     buffer = _buffer(target, name)
     return Part(index, name, buffer.dtype, buffer.device, rows)
 
 
-def _as_matrix(tensor: Tensor) -> Tensor:
+def as_rows(name: str, tensor: Tensor) -> Tensor:
+    """``lora_A`` or ``lora_B`` of a file as rows of the buffer of this name, without a copy."""
     # Looks before it calls: this is done for hundreds of tensors, which mostly are matrices.
     if tensor.requires_grad:
         tensor = tensor.detach()
-    return tensor if tensor.ndim == 2 else tensor.flatten(1)
+    if tensor.ndim != 2:
+        tensor = tensor.flatten(1)
+    return tensor.t() if name == "lora_B" else tensor
 
 
 def _dora_parts(
@@ -121,11 +129,12 @@ def _dora_parts(
             weight, staged[index, "lora_A"], staged[index, "lora_B"],
             module.scaling, module.magnitude,
         )  # fmt: skip
-        made.append(_part(target, index, "dora", rows))
+        made.append(part_of(target, index, "dora", rows))
     return made
 
 
-def _by_buffer(parts: Sequence[Part], views: Sequence[Tensor]) -> dict[str, StagedRows]:
+def by_buffer(parts: Sequence[Part], views: Sequence[Tensor]) -> dict[str, StagedRows]:
+    """The rows of each buffer, by its name, for ``views`` that were made of ``parts``."""
     found: dict[str, list[tuple[int, Tensor]]] = defaultdict(list)
     for part, view in zip(parts, views, strict=True):
         found[part.buffer].append((part.target, view))
@@ -208,6 +217,7 @@ def _buffer(target: Target, name: str) -> Tensor:
 
 
 def _raise_not_finite(part: Part, rows: Tensor, adapter: Adapter, layout: Layout) -> NoReturn:
+    assert isinstance(part.rows, Tensor)
     what = _SHOWN.get(part.buffer, part.buffer)
     where = f"{what} of {layout.targets[part.target].path} in adapter {adapter.source}"
     # isfinite knows no 8-bit floats
