@@ -121,7 +121,7 @@ class Loader:
         spare = tuple if self.cache.limit else spare
         key = None if raw is source else _outlined_by(raw, strict, rank)
         outline = None if key is None else self._outlines.get(key)
-        staged = None if outline is None else outline.stage(raw, self._layout, spare())
+        staged = None if outline is None else outline.stage(raw, spare)
         if outline is not None and staged is not None:
             read_settings(raw)  # which may warn
             self._warn_of_other_base(raw.source, outline.base_model)
@@ -133,7 +133,7 @@ class Loader:
             adapter = compress(adapter, rank, self._layout)
         staged = stage(adapter, self._layout, max_rank=self._max_rank, spare=spare())
         report = _report(adapter, staged)
-        outline = None if key is None else Outline.of(raw, adapter, staged, report)
+        outline = None if key is None else Outline.of(raw, adapter, self._layout, staged, report)
         if outline is not None:
             self._outlines.put(key, outline)
         return staged, report

@@ -8,34 +8,24 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from lora_slots.layers import SlotLayer
 from lora_slots.layout import Layout
 from lora_slots.reading import RawAdapter
 from lora_slots.reading.mapped import Cut, MappedTensors
 from lora_slots.report import LoadReport
 from lora_slots.resolve.resolving import Adapter
-from lora_slots.staging.packing import NotFiniteError, pack
+from lora_slots.staging.packing import NotFiniteError, Packing, Part
 from lora_slots.staging.stage import as_rows, by_buffer, part_of
-from lora_slots.staging.staged import StagedAdapter
+from lora_slots.staging.staged import Bits, StagedAdapter
 
 # How many outlines are kept.
 _MOST_KNOWN = 32
-
-
-class _Way(NamedTuple):
-    """The way of one tensor of a file into one buffer of one target module."""
-
-    key: str
-    dtype: torch.dtype
-    cut: Cut
-    target: int
-    buffer: str
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,72 +41,94 @@ class Outline:
     staged: StagedAdapter
     report: LoadReport
     base_model: str
-    _ways: tuple[_Way, ...]
+    # Of each part: where the file has it, and the slots that it goes into.
+    _cuts: tuple[Cut, ...]
+    _slots: tuple[SlotLayer, ...]
+    _parts: tuple[Part, ...]
+    # The names of those tensors that are not of their buffer's dtype, by the index of the part.
+    _cast: Mapping[int, str]
+    _packing: Packing
 
     @classmethod
     def of(
-        cls, raw: RawAdapter, adapter: Adapter, staged: StagedAdapter, report: LoadReport
+        cls,
+        raw: RawAdapter,
+        adapter: Adapter,
+        layout: Layout,
+        staged: StagedAdapter,
+        report: LoadReport,
     ) -> Outline | None:
         """The outline of ``raw``, and of what was made of it.
 
         None where a file with the same header might come to something else. Where a tensor was left
         out, used twice, in part or not as it is, its values may have decided that.
         """
-        if not isinstance(raw.tensors, MappedTensors) or adapter.skipped or adapter.compressed:
+        tensors = raw.tensors
+        if not isinstance(tensors, MappedTensors) or adapter.skipped or adapter.compressed:
             return None
-        keys = {id(tensor): key for key, tensor in raw.tensors.items()}
-        ways = []
+        keys = {id(tensor): key for key, tensor in tensors.items()}
+        cuts, slots = [], []
+        parts: list[Part] = []
+        cast: dict[int, str] = {}
         for module in adapter.modules:
             if module.magnitude is not None or module.outer is not None or module.others:
                 return None
-            for buffer, tensor in (("lora_A", module.lora_A), ("lora_B", module.lora_B)):
+            target = layout.targets[module.target]
+            for name, tensor in (("lora_A", module.lora_A), ("lora_B", module.lora_B)):
                 key = keys.pop(id(tensor), None)
-                if key is None or tensor is None:
+                if key is None:
                     return None
-                cut = raw.tensors.cut(key, transposed=buffer == "lora_B")
-                ways.append(_Way(key, tensor.dtype, cut, module.target, buffer))
+                part = part_of(target, module.target, name)
+                if tensors[key].dtype != part.dtype:
+                    cast[len(parts)] = key
+                cuts.append(tensors.cut(key, transposed=name == "lora_B"))
+                slots.append(target.slots)
+                parts.append(part)
         if keys:
             return None
-        bare = replace(staged, rows={}, blocks=())
-        return cls(bare, report, adapter.base_model, tuple(ways))
+        return cls(
+            staged=replace(staged, rows={}, blocks=()),
+            report=replace(report, scaling=dict(report.scaling)),
+            base_model=adapter.base_model,
+            _cuts=tuple(cuts),
+            _slots=tuple(slots),
+            _parts=tuple(parts),
+            _cast=cast,
+            _packing=Packing.of(parts, [cut.shape for cut in cuts]),
+        )
 
-    def stage(
-        self, raw: RawAdapter, layout: Layout, spare: Sequence[Tensor]
-    ) -> StagedAdapter | None:
+    def stage(self, raw: RawAdapter, spare: Callable[[], Sequence[Tensor]]) -> StagedAdapter | None:
         """Copy the values of a file into packed host memory, as `stage` does.
 
         Args:
             raw: A file with the header and the config that the outline was made of.
-            layout: The model.
-            spare: Host memory that may be overwritten and kept.
+            spare: Gives host memory that may be overwritten and kept.
 
         Returns:
-            None where a value is not finite, of which `stage` has more to say.
-
-        Raises:
-            AttachError: As `stage` does.
+            None where `stage` has more to say: a value is not finite, or a buffer was replaced by
+            one of another dtype or on another device.
         """
         tensors = raw.tensors
         assert isinstance(tensors, MappedTensors)
-        matrices = tensors.take([way.cut for way in self._ways])
+        for slots, part in zip(self._slots, self._parts, strict=True):
+            buffer = slots._buffers[part.buffer]
+            if buffer is None or buffer.dtype != part.dtype or buffer.device != part.device:
+                return None
+        sources: list[Tensor | Bits] = [*tensors.take(self._cuts)]
         # What inference_mode makes could not be overwritten outside of it.
         with torch.inference_mode(False), torch.no_grad():
-            parts = []
-            for (key, dtype, _, target, buffer), bits in zip(self._ways, matrices, strict=True):
-                part = part_of(layout.targets[target], target, buffer, bits)
-                if part.dtype != dtype:
-                    part = part._replace(rows=as_rows(buffer, tensors[key]))
-                parts.append(part)
+            for index, key in self._cast.items():
+                sources[index] = as_rows(self._parts[index].buffer, tensors[key])
             try:
-                views, blocks = pack(parts, list(spare))
+                views, blocks = self._packing.fill(sources, list(spare()))
             except NotFiniteError:
                 return None
-        rows = by_buffer(parts, views)
+        rows = by_buffer(self._parts, views)
         return replace(self.staged, source=raw.source, rows=rows, blocks=tuple(blocks))
 
     def report_of(self, staged: StagedAdapter) -> LoadReport:
-        """What a load of ``staged`` reports."""
-        scaling = dict(self.report.scaling)  # others may have theirs
+        """What a load of ``staged`` reports: nothing that others could change."""
+        scaling = dict(self.report.scaling)
         return replace(self.report, source=staged.source, scaling=scaling, nbytes=staged.nbytes)
 
 
