@@ -15,6 +15,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 
+# Integers by their size in bytes.
+_INTEGERS = {size: np.dtype(f"i{size}") for size in (1, 2, 4, 8)}
+
+
 class Entry(NamedTuple):
     """A tensor in a file: its bytes are ``start : stop`` of the data."""
 
@@ -102,7 +106,7 @@ class MappedTensors(Mapping[str, Tensor]):
         if transposed:
             shape, strides = shape[::-1], strides[::-1]
         offset = self.header.start_of_data + entry.start
-        return Cut(shape, np.dtype(f"i{size}"), offset, strides)
+        return Cut(shape, _INTEGERS[size], offset, strides)
 
     def take(self, cuts: Iterable[Cut]) -> list[NDArray[np.signedinteger]]:
         """Matrices of the file, or of another one with the same header, without a copy."""

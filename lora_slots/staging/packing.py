@@ -25,7 +25,7 @@ _EXPONENT = {
 }
 # Bytes that are looked at together, and are still in the cache by then.
 _RUN = 512 * 1024
-# From this many rows on, transposing 16-bit numbers by fours is faster than one by one.
+# From this many rows on, transposing 16-bit numbers by eights is faster than one by one.
 _WORTH_WIDE = 32
 
 
@@ -186,15 +186,16 @@ def _fill_run(sources: Sequence[Tensor | Bits], matrices: Sequence[Tensor], run:
 def _copy_rows(own: NDArray[Any], source: NDArray[Any]) -> None:
     """``own[:] = source``. ``lora_B`` is transposed here, once.
 
-    Of many 16-bit numbers, four are moved at a time, which takes two thirds of the time.
+    Of many 16-bit numbers, eight are moved at a time, which takes up to two fifths less time.
     """
     rows, width = own.shape
-    wide = own.itemsize == 2 and rows >= _WORTH_WIDE and rows % 4 == 0
+    wide = own.itemsize == 2 and rows >= _WORTH_WIDE and rows % 8 == 0
     if not (wide and source.T.flags.c_contiguous):
         np.copyto(own, source)
         return
-    fours = np.ascontiguousarray(source.T.view(np.int64).T).view(np.int16)
-    np.copyto(own.reshape(-1, 4, width), fours.reshape(-1, width, 4).transpose(0, 2, 1))
+    # A complex number is the one of 16 bytes that numpy has; a copy keeps all bits.
+    eights = np.ascontiguousarray(source.T.view(np.complex128).T).view(np.int16)
+    np.copyto(own.reshape(-1, 8, width), eights.reshape(-1, width, 8).transpose(0, 2, 1))
 
 
 def _all_finite(dtype: torch.dtype, bits: NDArray[Any]) -> bool:
