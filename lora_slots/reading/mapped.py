@@ -14,7 +14,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-
 # Integers by their size in bytes.
 _INTEGERS = {size: np.dtype(f"i{size}") for size in (1, 2, 4, 8)}
 
