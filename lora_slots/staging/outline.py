@@ -111,7 +111,7 @@ class Outline:
         tensors = raw.tensors
         assert isinstance(tensors, MappedTensors)
         for slots, part in zip(self._slots, self._parts, strict=True):
-            buffer = slots._buffers[part.buffer]
+            buffer = slots._buffers.get(part.buffer)
             if buffer is None or buffer.dtype != part.dtype or buffer.device != part.device:
                 return None
         sources: list[Tensor | Bits] = [*tensors.take(self._cuts)]
@@ -128,8 +128,13 @@ class Outline:
 
     def report_of(self, staged: StagedAdapter) -> LoadReport:
         """What a load of ``staged`` reports: nothing that others could change."""
-        scaling = dict(self.report.scaling)
-        return replace(self.report, source=staged.source, scaling=scaling, nbytes=staged.nbytes)
+        return replace(
+            self.report,
+            source=staged.source,
+            scaling=dict(self.report.scaling),
+            nbytes=staged.nbytes,
+            compressed={},
+        )
 
 
 class Outlines:
