@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import re
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -17,13 +18,18 @@ from lora_slots.cache import Cached, StagedCache, base_state, identity
 from lora_slots.errors import AdapterFileError
 from lora_slots.layout import Layout
 from lora_slots.reading import RawAdapter, Source, read_adapter
+from lora_slots.reading.mapped import MappedTensors
 from lora_slots.report import LoadReport
+from lora_slots.resolve.pairing import read_settings
 from lora_slots.resolve.resolving import Adapter, resolve
 from lora_slots.staging.compress import compress, rank_limit
+from lora_slots.staging.outline import Outline, Outlines
 from lora_slots.staging.stage import stage
 from lora_slots.staging.staged import StagedAdapter
 
 CompressTo = int | Literal["max_rank"] | None
+# What a config says of some modules only, which a load must look for in it.
+_PATTERNS = ("rank_pattern", "alpha_pattern")
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
 
@@ -67,6 +73,7 @@ class Loader:
     def __init__(self, layout: Layout, *, max_rank: int, cache_bytes: int) -> None:
         """Start with an empty cache."""
         self.cache = StagedCache(cache_bytes)
+        self._outlines = Outlines()
         self._layout = layout
         self._max_rank = max_rank
 
@@ -110,28 +117,47 @@ class Loader:
         spare: Callable[[], Sequence[Tensor]],
     ) -> tuple[StagedAdapter, LoadReport]:
         raw = source if isinstance(source, RawAdapter) else read_adapter(source)
+        # What is cached must not be overwritten, so that there is nothing to spare.
+        spare = tuple if self.cache.limit else spare
+        key = None if raw is source else _outlined_by(raw, strict, rank)
+        outline = None if key is None else self._outlines.get(key)
+        staged = None if outline is None else outline.stage(raw, spare)
+        if outline is not None and staged is not None:
+            read_settings(raw)  # which may warn
+            self._warn_of_other_base(raw.source, outline.base_model)
+            return staged, outline.report_of(staged)
         _check_dense(raw)
         adapter = resolve(raw, self._layout, strict=strict)
-        self._warn_of_other_base(adapter)
+        self._warn_of_other_base(raw.source, adapter.base_model)
         if rank is not None:
             adapter = compress(adapter, rank, self._layout)
-        # What is cached must not be overwritten, so that there is nothing to spare.
-        memory = () if self.cache.limit else spare()
-        staged = stage(adapter, self._layout, max_rank=self._max_rank, spare=memory)
-        return staged, _report(adapter, staged)
+        staged = stage(adapter, self._layout, max_rank=self._max_rank, spare=spare())
+        report = _report(adapter, staged)
+        outline = None if key is None else Outline.of(raw, adapter, self._layout, staged, report)
+        if outline is not None:
+            self._outlines.put(key, outline)
+        return staged, report
 
     def _key(self, source: Source | RawAdapter, strict: bool, rank: int | None) -> object:
         file = identity(source) if self.cache.limit else None
         return None if file is None else (file, bool(strict), rank)
 
-    def _warn_of_other_base(self, adapter: Adapter) -> None:
-        ours, theirs = self._layout.model_name, adapter.base_model
+    def _warn_of_other_base(self, source: str, theirs: str) -> None:
+        ours = self._layout.model_name
         hub_ids = [n for n in (ours, theirs) if _HUB_ID.fullmatch(n) and not Path(n).exists()]
         if len(hub_ids) == 2 and ours.lower() != theirs.lower():
             warnings.warn(
-                f"adapter {adapter.source} was trained on {theirs}, but this model is {ours}",
+                f"adapter {source} was trained on {theirs}, but this model is {ours}",
                 stacklevel=7,
             )
+
+
+def _outlined_by(raw: RawAdapter, strict: bool, rank: int | None) -> Hashable:
+    """All but the values of its tensors that a load of a file depends on; None: values as well."""
+    patterns = (config.get(key) for config in raw.all_configs for key in _PATTERNS)
+    if not isinstance(raw.tensors, MappedTensors) or any(patterns):
+        return None
+    return raw.tensors.header, json.dumps([raw.config, raw.configs]), bool(strict), rank
 
 
 def _check_dense(raw: RawAdapter) -> None:

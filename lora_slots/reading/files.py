@@ -11,14 +11,14 @@ import operator
 import os
 import pickle
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, BinaryIO
 
 import safetensors
 import torch
 from torch import Tensor
 
 from lora_slots.errors import AdapterFileError, UnsupportedAdapterError
+from lora_slots.reading.mapped import Entry, Header, MappedTensors
 
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
 
@@ -35,7 +35,7 @@ _IMPOSTORS = (
 
 def read_weights(
     path: str, *, header_only: bool = False, allow_pickle: bool = False
-) -> tuple[dict[str, Tensor], dict[str, str]]:
+) -> tuple[Mapping[str, Tensor], dict[str, str]]:
     """Read all tensors, and the free text of the header, of one weight file.
 
     Args:
@@ -61,103 +61,59 @@ def read_weights(
         return _read_pickle(path), {}
     try:
         with open(path, "rb") as stream:
-            index = _index_of(path, stream)
-            tensors = _describe(path, index) if header_only else _map(stream, index)
+            header = _header_of(path, stream)
+            if header_only:
+                return _describe(path, header), dict(header.metadata)
+            # Private, so that nothing could ever write into the file.
+            mapped = mmap.mmap(stream.fileno(), header.size, access=mmap.ACCESS_COPY)
     except (safetensors.SafetensorError, OSError, RuntimeError, ValueError) as error:
         raise AdapterFileError(_diagnose(path, error)) from error
-    return tensors, dict(index.metadata)
-
-
-class _Entry(NamedTuple):
-    """A tensor in a file: its bytes are ``start : stop`` of the data."""
-
-    name: str
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-    start: int
-    stop: int
-
-
-@dataclass(frozen=True)
-class _Index:
-    """What the header of a file says, and where its data begin."""
-
-    entries: tuple[_Entry, ...]
-    metadata: Mapping[str, str]
-    start_of_data: int
+    return MappedTensors(mapped, header), dict(header.metadata)
 
 
 # Files of one training set-up differ in their data alone. What safetensors makes of a file follows
 # from its header and its size.
-_known_indices: dict[tuple[bytes, int], _Index] = {}
+_known_headers: dict[tuple[bytes, int], Header] = {}
 _MOST_KNOWN = 64
 
 
-def _index_of(path: str, stream: BinaryIO) -> _Index:
-    """The index of an open file, which safetensors has checked: all of its data are there.
+def _header_of(path: str, stream: BinaryIO) -> Header:
+    """The header of an open file, which safetensors has checked: all of its data are there.
 
     Raises:
         safetensors.SafetensorError: It is damaged.
     """
     size = os.fstat(stream.fileno()).st_size
     length = stream.read(8)
-    header = stream.read(min(int.from_bytes(length, "little"), size))
-    index = _known_indices.get((header, size))
-    if index is None:
+    text = stream.read(min(int.from_bytes(length, "little"), size))
+    header = _known_headers.get((text, size))
+    if header is None:
         with safetensors.safe_open(path, framework="pt") as file:
-            index = _read_index(header, file)
+            header = _read_header(text, size, file)
         if not os.path.samestat(os.fstat(stream.fileno()), os.stat(path)):
             raise OSError(f"{path} was replaced while it was read")
-        if len(_known_indices) >= _MOST_KNOWN:
-            _known_indices.clear()
-        _known_indices[header, size] = index
-    return index
+        if len(_known_headers) >= _MOST_KNOWN:
+            _known_headers.clear()
+        _known_headers[text, size] = header
+    return header
 
 
-def _read_index(header: bytes, file: Any) -> _Index:
-    content: dict[str, Any] = json.loads(header)
+def _read_header(text: bytes, size: int, file: Any) -> Header:
+    content: dict[str, Any] = json.loads(text)
     content.pop("__metadata__", None)
     # The dtype that each of the header's words for one stands for.
     one_each = {entry["dtype"]: name for name, entry in content.items()}
     dtypes = {kind: _dtype(file.get_slice(name)) for kind, name in one_each.items()}
-    entries = []
+    entries = {}
     for name, entry in content.items():
         shape = tuple(entry["shape"])
         strides = tuple(itertools.accumulate(shape[:0:-1], operator.mul, initial=1))[::-1]
-        entries.append(
-            _Entry(
-                name, dtypes[entry["dtype"]], shape, strides[: len(shape)], *entry["data_offsets"]
-            )
-        )
-    return _Index(tuple(entries), file.metadata() or {}, 8 + len(header))
-
-
-def _map(stream: BinaryIO, index: _Index) -> dict[str, Tensor]:
-    """Map the file once and cut it into its tensors.
-
-    This is several times faster than asking safetensors for one tensor after the other.
-    """
-    # Private, so that nothing could ever write into the file.
-    mapped = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_COPY)
-    content = torch.frombuffer(mapped, dtype=torch.uint8)[index.start_of_data :]
-    whole = {dtype: _typed(content, dtype) for dtype in {entry.dtype for entry in index.entries}}
-    tensors = {}
-    for name, dtype, shape, strides, start, stop in index.entries:
-        base, itemsize = whole[dtype], dtype.itemsize
-        if start % itemsize:
-            tensors[name] = _typed(content[start:stop], dtype).view(shape)
-        else:
-            offset = base.storage_offset() + start // itemsize
-            tensors[name] = base.as_strided(shape, strides, offset)
-    return tensors
-
-
-def _typed(content: Tensor, dtype: torch.dtype) -> Tensor:
-    """Bytes as whole elements of ``dtype``; copied where they lie where those cannot be read."""
-    content = content[: content.numel() // dtype.itemsize * dtype.itemsize]
-    aligned = content.storage_offset() % dtype.itemsize == 0
-    return (content if aligned else content.clone()).view(dtype)
+        dtype = dtypes[entry["dtype"]]
+        start, stop = entry["data_offsets"]
+        if stop - start != math.prod(shape) * dtype.itemsize:
+            raise ValueError(f"{name} has elements of {dtype} that are no whole bytes")
+        entries[name] = Entry(dtype, shape, strides[: len(shape)], start, stop)
+    return Header(entries, file.metadata() or {}, 8 + len(text), size)
 
 
 def _dtype(view: Any) -> torch.dtype:
@@ -166,10 +122,11 @@ def _dtype(view: Any) -> torch.dtype:
     return dtype
 
 
-def _describe(path: str, index: _Index) -> dict[str, Tensor]:
+def _describe(path: str, header: Header) -> dict[str, Tensor]:
     """Every tensor of more than one element on ``meta``, the others whole."""
-    small = {entry.name for entry in index.entries if math.prod(entry.shape) <= 1}
-    tensors = {entry.name: _on_meta(entry.dtype, *entry.shape) for entry in index.entries}
+    entries = header.entries
+    small = {name for name, entry in entries.items() if math.prod(entry.shape) <= 1}
+    tensors = {name: _on_meta(entry.dtype, *entry.shape) for name, entry in entries.items()}
     if small:
         with safetensors.safe_open(path, framework="pt") as file:
             tensors |= {name: file.get_tensor(name) for name in small}

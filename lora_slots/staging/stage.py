@@ -20,7 +20,7 @@ from lora_slots.errors import (
 from lora_slots.layout import Layout, Target
 from lora_slots.resolve.resolving import Adapter, ModuleUpdate
 from lora_slots.staging.dora import dora_rows
-from lora_slots.staging.packing import NotFiniteError, Part, pack
+from lora_slots.staging.packing import NotFiniteError, Packing, Part
 from lora_slots.staging.staged import StagedAdapter, StagedRows
 
 # The option of SlotManager that makes a buffer, and what it is for.
@@ -58,57 +58,82 @@ def stage(
         _check_target(module, layout.targets[module.target], adapter)
     # What inference_mode makes could not be overwritten outside of it.
     with torch.inference_mode(False), torch.no_grad():
-        parts = [part for module in adapter.modules for part in _parts(module, layout)]
+        parts, sources = _parts(adapter, layout)
         unused = list(spare)
-        try:
-            views, blocks = pack(parts, unused)
-            more = _dora_parts(adapter, layout, parts, views)
-            more_views, more_blocks = pack(more, unused)
-        except NotFiniteError as error:
-            _raise_not_finite(error.part, error.rows, adapter, layout)
+        views, blocks = _packed(parts, sources, unused, adapter, layout)
+        more, sums = _dora_parts(adapter, layout, parts, views)
+        more_views, more_blocks = _packed(more, sums, unused, adapter, layout)
     return StagedAdapter(
         source=adapter.source,
         targets=tuple(module.target for module in adapter.modules),
         scaling=tuple(module.scaling for module in adapter.modules),
         ranks=tuple(module.rank for module in adapter.modules),
-        rows=_by_buffer([*parts, *more], [*views, *more_views]),
+        rows=by_buffer([*parts, *more], [*views, *more_views]),
         blocks=(*blocks, *more_blocks),
     )
 
 
-def _parts(module: ModuleUpdate, layout: Layout) -> list[Part]:
+def _parts(adapter: Adapter, layout: Layout) -> tuple[list[Part], list[Tensor]]:
     """What goes into each buffer, as views of the file's tensors."""
-    target = layout.targets[module.target]
-    rows = dict(module.others)
-    if module.lora_A is not None and module.lora_B is not None:
-        rows["lora_A"] = _as_matrix(module.lora_A)
-        rows["lora_B"] = _as_matrix(module.lora_B).t()
-    if "full" in rows:
-        rows["holds"] = torch.ones(1, 1)
-    return [_part(target, module.target, name, tensor) for name, tensor in rows.items()]
+    parts: list[Part] = []
+    sources: list[Tensor] = []
+    for module in adapter.modules:
+        target = layout.targets[module.target]
+        rows = dict(module.others)
+        if module.lora_A is not None and module.lora_B is not None:
+            rows["lora_A"] = as_rows("lora_A", module.lora_A)
+            rows["lora_B"] = as_rows("lora_B", module.lora_B)
+        if "full" in rows:
+            rows["holds"] = torch.ones(1, 1)
+        parts += [part_of(target, module.target, name) for name in rows]
+        sources += rows.values()
+    return parts, sources
 
 
-def _part(target: Target, index: int, name: str, rows: Tensor) -> Part:
+def part_of(target: Target, index: int, name: str) -> Part:
+    """What goes into the buffer ``name`` of a target module, whose index this is.
+
+    Raises:
+        AttachError: The buffer is on ``meta`` and can hold nothing.
+    """
     buffer = _buffer(target, name)
-    return Part(index, name, buffer.dtype, buffer.device, rows)
+    return Part(index, name, buffer.dtype, buffer.device)
 
 
-def _as_matrix(tensor: Tensor) -> Tensor:
+def _packed(
+    parts: Sequence[Part],
+    sources: Sequence[Tensor],
+    spare: list[Tensor],
+    adapter: Adapter,
+    layout: Layout,
+) -> tuple[list[Tensor], list[Tensor]]:
+    """The rows of each part in the dtype of its buffer, and the blocks that hold them."""
+    try:
+        return Packing.of(parts, [rows.shape for rows in sources]).fill(sources, spare)
+    except NotFiniteError as error:
+        part, source = parts[error.index], sources[error.index]
+        _raise_not_finite(part, source, error.rows, adapter, layout)
+
+
+def as_rows(name: str, tensor: Tensor) -> Tensor:
+    """``lora_A`` or ``lora_B`` of a file as rows of the buffer of this name, without a copy."""
     # Looks before it calls: this is done for hundreds of tensors, which mostly are matrices.
     if tensor.requires_grad:
         tensor = tensor.detach()
-    return tensor if tensor.ndim == 2 else tensor.flatten(1)
+    if tensor.ndim != 2:
+        tensor = tensor.flatten(1)
+    return tensor.t() if name == "lora_B" else tensor
 
 
 def _dora_parts(
     adapter: Adapter, layout: Layout, parts: Sequence[Part], views: Sequence[Tensor]
-) -> list[Part]:
+) -> tuple[list[Part], list[Tensor]]:
     """DoRA's sums, from what the slots will hold and the live base weight."""
     wanted = {m.target: m for m in adapter.modules if m.magnitude is not None}
     if not wanted:
-        return []
+        return [], []
     staged = {(part.target, part.buffer): view for part, view in zip(parts, views, strict=True)}
-    made = []
+    more, sums = [], []
     for index, module in wanted.items():
         target = layout.targets[index]
         assert module.magnitude is not None
@@ -123,11 +148,13 @@ def _dora_parts(
             weight, staged[index, "lora_A"], staged[index, "lora_B"],
             module.scaling, module.magnitude,
         )  # fmt: skip
-        made.append(_part(target, index, "dora", rows))
-    return made
+        more.append(part_of(target, index, "dora"))
+        sums.append(rows)
+    return more, sums
 
 
-def _by_buffer(parts: Sequence[Part], views: Sequence[Tensor]) -> dict[str, StagedRows]:
+def by_buffer(parts: Sequence[Part], views: Sequence[Tensor]) -> dict[str, StagedRows]:
+    """The rows of each buffer, by its name, for ``views`` that were made of ``parts``."""
     found: dict[str, list[tuple[int, Tensor]]] = defaultdict(list)
     for part, view in zip(parts, views, strict=True):
         found[part.buffer].append((part.target, view))
@@ -209,11 +236,13 @@ def _buffer(target: Target, name: str) -> Tensor:
     return buffer
 
 
-def _raise_not_finite(part: Part, rows: Tensor, adapter: Adapter, layout: Layout) -> NoReturn:
+def _raise_not_finite(
+    part: Part, source: Tensor, rows: Tensor, adapter: Adapter, layout: Layout
+) -> NoReturn:
     what = _SHOWN.get(part.buffer, part.buffer)
     where = f"{what} of {layout.targets[part.target].path} in adapter {adapter.source}"
     # isfinite knows no 8-bit floats
-    tensor = part.rows.float() if part.rows.itemsize == 1 else part.rows
+    tensor = source.float() if source.itemsize == 1 else source
     bad_in_file = int((~torch.isfinite(tensor)).sum())
     if bad_in_file:
         raise AdapterFileError(
@@ -221,6 +250,6 @@ def _raise_not_finite(part: Part, rows: Tensor, adapter: Adapter, layout: Layout
         )
     bad = int((~torch.isfinite(rows)).sum())
     raise AdapterFileError(
-        f"{where} has {bad} values of {rows.numel()} that are finite in its {part.rows.dtype} "
+        f"{where} has {bad} values of {rows.numel()} that are finite in its {source.dtype} "
         f"but not in the buffers' {rows.dtype}; build the SlotManager with dtype=torch.float32"
     )

@@ -1,0 +1,170 @@
+"""What a load of a file comes to, but for its values: known before for a file with its header.
+
+Adapters of one trainer differ in their values alone. What `resolve` and the checks of `stage` make
+of them is the same then, unless it depends on values, and need not be found again.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from lora_slots.layers import SlotLayer
+from lora_slots.layout import Layout
+from lora_slots.reading import RawAdapter
+from lora_slots.reading.mapped import Cut, MappedTensors
+from lora_slots.report import LoadReport
+from lora_slots.resolve.resolving import Adapter
+from lora_slots.staging.packing import NotFiniteError, Packing, Part
+from lora_slots.staging.stage import as_rows, by_buffer, part_of
+from lora_slots.staging.staged import Bits, StagedAdapter
+
+# How many outlines are kept.
+_MOST_KNOWN = 32
+
+
+@dataclass(frozen=True, eq=False)
+class Outline:
+    """What becomes of a file whose tensors each go into one buffer as they are.
+
+    Attributes:
+        staged: What was staged, less its rows.
+        report: What a load of it reports.
+        base_model: The base model that the adapter names, or empty.
+    """
+
+    staged: StagedAdapter
+    report: LoadReport
+    base_model: str
+    # Of each part: where the file has it, and the slots that it goes into.
+    _cuts: tuple[Cut, ...]
+    _slots: tuple[SlotLayer, ...]
+    _parts: tuple[Part, ...]
+    # The names of those tensors that are not of their buffer's dtype, by the index of the part.
+    _cast: Mapping[int, str]
+    _packing: Packing
+
+    @classmethod
+    def of(
+        cls,
+        raw: RawAdapter,
+        adapter: Adapter,
+        layout: Layout,
+        staged: StagedAdapter,
+        report: LoadReport,
+    ) -> Outline | None:
+        """The outline of ``raw``, and of what was made of it.
+
+        None where a file with the same header might come to something else. Where a tensor was left
+        out, used twice, in part or not as it is, its values may have decided that.
+        """
+        tensors = raw.tensors
+        if not isinstance(tensors, MappedTensors) or adapter.skipped or adapter.compressed:
+            return None
+        keys = {id(tensor): key for key, tensor in tensors.items()}
+        cuts, slots = [], []
+        parts: list[Part] = []
+        cast: dict[int, str] = {}
+        for module in adapter.modules:
+            if module.magnitude is not None or module.outer is not None or module.others:
+                return None
+            target = layout.targets[module.target]
+            for name, tensor in (("lora_A", module.lora_A), ("lora_B", module.lora_B)):
+                key = keys.pop(id(tensor), None)
+                if key is None:
+                    return None
+                part = part_of(target, module.target, name)
+                if tensors[key].dtype != part.dtype:
+                    cast[len(parts)] = key
+                cuts.append(tensors.cut(key, transposed=name == "lora_B"))
+                slots.append(target.slots)
+                parts.append(part)
+        if keys:
+            return None
+        return cls(
+            staged=replace(staged, rows={}, blocks=()),
+            report=replace(report, scaling=dict(report.scaling)),
+            base_model=adapter.base_model,
+            _cuts=tuple(cuts),
+            _slots=tuple(slots),
+            _parts=tuple(parts),
+            _cast=cast,
+            _packing=Packing.of(parts, [cut.shape for cut in cuts]),
+        )
+
+    def stage(self, raw: RawAdapter, spare: Callable[[], Sequence[Tensor]]) -> StagedAdapter | None:
+        """Copy the values of a file into packed host memory, as `stage` does.
+
+        Args:
+            raw: A file with the header and the config that the outline was made of.
+            spare: Gives host memory that may be overwritten and kept.
+
+        Returns:
+            None where `stage` has more to say: a value is not finite, or a buffer was replaced by
+            one of another dtype or on another device.
+        """
+        tensors = raw.tensors
+        assert isinstance(tensors, MappedTensors)
+        for slots, part in zip(self._slots, self._parts, strict=True):
+            buffer = slots._buffers.get(part.buffer)
+            if buffer is None or buffer.dtype != part.dtype or buffer.device != part.device:
+                return None
+        sources: list[Tensor | Bits] = [*tensors.take(self._cuts)]
+        # What inference_mode makes could not be overwritten outside of it.
+        with torch.inference_mode(False), torch.no_grad():
+            for index, key in self._cast.items():
+                sources[index] = as_rows(self._parts[index].buffer, tensors[key])
+            try:
+                views, blocks = self._packing.fill(sources, list(spare()))
+            except NotFiniteError:
+                return None
+        rows = by_buffer(self._parts, views)
+        return replace(self.staged, source=raw.source, rows=rows, blocks=tuple(blocks))
+
+    def report_of(self, staged: StagedAdapter) -> LoadReport:
+        """What a load of ``staged`` reports: nothing that others could change."""
+        return replace(
+            self.report,
+            source=staged.source,
+            scaling=dict(self.report.scaling),
+            nbytes=staged.nbytes,
+            compressed={},
+        )
+
+
+class Outlines:
+    """The outlines of the files that were loaded last; for any threads."""
+
+    def __init__(self) -> None:
+        """Start empty."""
+        self._known: OrderedDict[Hashable, Outline] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def __reduce__(self) -> tuple[object, ...]:
+        """Copies and pickles start empty: they are of other models."""
+        return type(self), ()
+
+    def __len__(self) -> int:
+        """How many outlines are kept."""
+        return len(self._known)
+
+    def get(self, key: Hashable) -> Outline | None:
+        """The outline of a file, if it is known; ``key`` is all that it follows from."""
+        with self._lock:
+            outline = self._known.get(key)
+            if outline is not None:
+                self._known.move_to_end(key)
+            return outline
+
+    def put(self, key: Hashable, outline: Outline) -> None:
+        """Keep an outline, and let go of the one not used for longest where there are too many."""
+        with self._lock:
+            self._known[key] = outline
+            self._known.move_to_end(key)
+            if len(self._known) > _MOST_KNOWN:
+                self._known.popitem(last=False)
