@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
@@ -11,6 +12,7 @@ from torch import Tensor
 
 # Below this many bytes, starting threads costs more than they save.
 _WORTH_THREADS = 40_000_000
+_TURNS = 4
 _Item = TypeVar("_Item")
 _Result = TypeVar("_Result")
 
@@ -28,8 +30,12 @@ def for_each(
     workers = min(torch.get_num_threads(), len(items))
     if workers < 2 or nbytes < _WORTH_THREADS:
         return [func(item) for item in items]
+    # Few turns each: to hand out hundreds of items takes as long as tens of megabytes do.
+    size = -(-len(items) // (workers * _TURNS))
+    turns = [items[first : first + size] for first in range(0, len(items), size)]
     with ThreadPoolExecutor(workers) as pool:
-        return list(pool.map(func, items))
+        done = pool.map(lambda turn: [func(item) for item in turn], turns)
+        return list(itertools.chain.from_iterable(done))
 
 
 def sent(rows: Sequence[Tensor], device: torch.device) -> list[Tensor]:
