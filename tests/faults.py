@@ -6,11 +6,13 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any, Self
 
+import numpy as np
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from toys import slot_buffers
 
 from lora_slots.bank import buffers
+from lora_slots.bank.places import Place
 
 _local = threading.local()
 
@@ -60,12 +62,30 @@ class Fault(TorchDispatchMode):
             return func(*args)
         self.operations += 1
         if self.operations - 1 == self.at:
-            half = len(args[0]) // 2 if on_lists else 0
-            if half:
-                func(*(a[:half] if isinstance(a, list | tuple) else a for a in args))
+            if on_lists and (halves := _halves(args)):
+                func(*halves)
             assert self.error is not None
             raise self.error
         return func(*args)
+
+
+def _halves(args: Sequence[Any]) -> list[Any]:
+    """The first half of each list; of a place that is alone, half of its buffers."""
+    half = len(args[0]) // 2
+    if half:
+        return [a[:half] if isinstance(a, list | tuple) else a for a in args]
+    (first, *_), *values = args
+    if not isinstance(first, Place):
+        return []
+    which = np.arange(len(first.bits))[first.which]
+    which = which[: len(which) // 2]
+    return [[Place(first.bits, which)], *([each[: len(which)]] for (each,) in values)]
+
+
+def _address(place: Place) -> int:
+    which = np.arange(len(place.bits))[place.which]
+    address: int = place.bits[which[0]].ctypes.data
+    return address
 
 
 def _extent(buffer: Tensor) -> tuple[int, int]:
@@ -79,7 +99,7 @@ def _watched(func: Callable[..., None]) -> Callable[..., None]:
         if fault is None or not lists[0]:
             func(*lists)
         else:
-            fault.run(func, lists, [array.ctypes.data for array in lists[0]], True)
+            fault.run(func, lists, list(map(_address, lists[0])), True)
 
     return watched
 

@@ -116,5 +116,5 @@ def _make(module: nn.Module, sizes: SlotSizes, name: str) -> LoraSlots:
     kind: type[LoraSlots] = MatrixSlots
     if own_parameter(module, name).ndim == 3:
         kind = TransposedExpertSlots if _is_transposed(module) else ExpertSlots
-    plain = SlotSizes(sizes.num_slots, sizes.rows, sizes.dtype, sizes.device)
+    plain = SlotSizes(sizes.num_slots, sizes.rows, sizes.dtype)
     return kind(in_features, out_features, plain)

@@ -57,6 +57,8 @@ class NotFiniteError(Exception):
 def pack(parts: Sequence[Part], spare: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
     """Copy parts into one block per dtype and width, as rows one below the other.
 
+    Parts of one buffer with as many rows follow each other in the order of their targets.
+
     Args:
         parts: What to copy; only read.
         spare: Memory that may be overwritten and kept; what is used is taken out.
@@ -75,6 +77,8 @@ def pack(parts: Sequence[Part], spare: list[Tensor]) -> tuple[list[Tensor], list
     blocks = []
     runs: list[_Run] = []
     for (dtype, width), indices in groups.items():
+        # What goes into buffers that lie side by side can be written in one copy.
+        indices.sort(key=lambda index: _place(parts[index]))
         own = [parts[index] for index in indices]
         counts = [part.rows.shape[0] for part in own]
         pinned = any(part.device.type == "cuda" for part in own)
@@ -93,6 +97,11 @@ def pack(parts: Sequence[Part], spare: list[Tensor]) -> tuple[list[Tensor], list
             )
         )
     return views, blocks
+
+
+def _place(part: Part) -> tuple[str, int, int]:
+    """What the order in a block goes by."""
+    return part.buffer, part.rows.shape[0], part.target
 
 
 @dataclass(frozen=True, eq=False)
