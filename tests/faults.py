@@ -12,7 +12,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from toys import slot_buffers
 
 from lora_slots.bank import buffers
-from lora_slots.bank.places import Place
 
 _local = threading.local()
 
@@ -70,22 +69,13 @@ class Fault(TorchDispatchMode):
 
 
 def _halves(args: Sequence[Any]) -> list[Any]:
-    """The first half of each list; of a place that is alone, half of its buffers."""
+    """The first half of each list; of an array that is alone in it, half of its buffers."""
     half = len(args[0]) // 2
     if half:
         return [a[:half] if isinstance(a, list | tuple) else a for a in args]
-    (first, *_), *values = args
-    if not isinstance(first, Place):
+    if not isinstance(args[0][0], np.ndarray):
         return []
-    which = np.arange(len(first.bits))[first.which]
-    which = which[: len(which) // 2]
-    return [[Place(first.bits, which)], *([each[: len(which)]] for (each,) in values)]
-
-
-def _address(place: Place) -> int:
-    which = np.arange(len(place.bits))[place.which]
-    address: int = place.bits[which[0]].ctypes.data
-    return address
+    return [[array[: len(array) // 2]] for (array,) in args]
 
 
 def _extent(buffer: Tensor) -> tuple[int, int]:
@@ -99,7 +89,7 @@ def _watched(func: Callable[..., None]) -> Callable[..., None]:
         if fault is None or not lists[0]:
             func(*lists)
         else:
-            fault.run(func, lists, list(map(_address, lists[0])), True)
+            fault.run(func, lists, [array.ctypes.data for array in lists[0]], True)
 
     return watched
 

@@ -86,7 +86,7 @@ class Operators(TorchDispatchMode):
 
     def count(self, func: Callable[..., None], what: str, into: Any, *values: Any) -> None:
         self.calls[f"_foreach_{what}"] += 1
-        self.elements[what] += sum(place.bits[place.which].size for place in into)
+        self.elements[what] += sum(array.size for array in into)
         func(into, *values)
 
     def __torch_dispatch__(

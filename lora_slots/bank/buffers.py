@@ -12,11 +12,16 @@ import torch
 from torch import Tensor
 
 from lora_slots.bank.memory import Memory
-from lora_slots.bank.places import Copies, Home, Place, Slab, homes
+from lora_slots.bank.places import Copies, Home, Slab, homes, progressions
 from lora_slots.layers import SlotLayer
 from lora_slots.staging.copying import for_each, sent
 from lora_slots.staging.staged import Bits, StagedRows
 
+# From this many bytes on, torch's threads, which are there already, share a copy. Of hundreds of
+# small ones each would take as long as the thread that is scheduled last: numpy makes these.
+_WORTH_TORCH = 1 << 20
+# How many small arrays a thread copies before it asks for more.
+_PIECE = 16
 # Of a buffer with so many rows, the first that a slot owns.
 Start = Callable[[int], int]
 
@@ -24,8 +29,7 @@ Start = Callable[[int], int]
 class Buffers:
     """The buffer of one name of every slot layer that has it.
 
-    On the host, numpy copies the rows: those of buffers in one slab together. torch has several
-    threads share even a small copy, so that it takes as long as the one that is scheduled last.
+    On the host, rows of buffers in one slab are copied together.
     """
 
     def __init__(self, layers: Sequence[SlotLayer], name: str) -> None:
@@ -58,8 +62,8 @@ class Buffers:
             copies = self._copies[rows] = Copies.of(rows, self._homes)
         copy_bits(
             [
-                _rows(place, start, 0, values.shape[1])
-                for place, values in zip(copies.places, copies.values, strict=True)
+                _rows(own, start, 0, values.shape[1])
+                for own, values in zip(copies.into, copies.values, strict=True)
             ],
             copies.values,
         )
@@ -82,7 +86,9 @@ class Buffers:
                 rest.append(own[begin + first : begin + last])
         into, counted = [], []
         for (slab, first, last), indices in places.items():
-            into.append(_rows(slab.place(sorted(indices)), start, first, last))
+            indices.sort()
+            for run in progressions(indices):
+                into.append(_rows(slab.rows_of(indices[run]), start, first, last))
             counted += slab.counted(indices)
         zero_bits(into)
         torch.autograd.graph.increment_version(counted)
@@ -121,23 +127,30 @@ class Buffers:
             self._homes = homes(self._buffers)
 
 
-def _rows(place: Place, start: Start, first: int, last: int) -> Place:
-    begin = start(place.bits.shape[1])
-    return Place(place.bits[:, begin + first : begin + last], place.which)
+def _rows(own: Bits, start: Start, first: int, last: int) -> Bits:
+    begin = start(own.shape[1])
+    return own[:, begin + first : begin + last]
 
 
-def copy_bits(into: Sequence[Place], values: Sequence[Bits]) -> None:
-    """Copy arrays into places of the same sizes."""
-    pairs = list(zip(into, values, strict=True))
-    for_each(_copy_piece, pairs, sum(value.nbytes for value in values))
+def copy_bits(into: Sequence[Bits], values: Sequence[Bits]) -> None:
+    """Copy arrays into others of the same sizes."""
+    small = []
+    for pair in zip(into, values, strict=True):
+        if pair[1].nbytes < _WORTH_TORCH:
+            small.append(pair)
+        else:
+            own, value = map(torch.from_numpy, pair)
+            own.copy_(value)
+    pieces = [small[first : first + _PIECE] for first in range(0, len(small), _PIECE)]
+    for_each(_copy_some, pieces, sum(value.nbytes for _, value in small))
 
 
-def _copy_piece(pair: tuple[Place, Bits]) -> None:
-    place, values = pair
-    place.bits[place.which] = values
+def _copy_some(pairs: Sequence[tuple[Bits, Bits]]) -> None:
+    for own, value in pairs:
+        own[:] = value
 
 
-def zero_bits(into: Sequence[Place]) -> None:
-    """Fill places with zeros."""
-    for place in into:
-        place.bits[place.which] = 0
+def zero_bits(into: Sequence[Bits]) -> None:
+    """Fill arrays with zeros."""
+    for own in into:
+        own[:] = 0

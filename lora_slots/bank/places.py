@@ -2,27 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+import operator
 from collections import defaultdict
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Self
 
-import numpy as np
-from numpy.typing import NDArray
 from torch import Tensor
 
 from lora_slots.staging.staged import Bits, StagedRows, as_bits
-
-# Bytes that are copied at a time, so that threads can share a large copy.
-_PIECE = 4_000_000
-
-
-class Place(NamedTuple):
-    """The same rows of several buffers: ``bits[which]`` is ``[buffers, rows, width]``."""
-
-    bits: Bits
-    which: slice | NDArray[np.intp]
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,13 +27,10 @@ class Slab:
     bits: Bits
     buffers: Mapping[int, Tensor]
 
-    def place(self, indices: Sequence[int]) -> Place:
-        """All rows of the buffers at ``indices``, which ascend."""
+    def rows_of(self, indices: Sequence[int]) -> Bits:
+        """All rows of the buffers at ``indices``, which ascend by equal steps."""
         first, last = indices[0], indices[-1]
-        step = (last - first) // max(len(indices) - 1, 1) or 1
-        if indices == list(range(first, last + 1, step)):
-            return Place(self.bits[first : last + 1 : step], slice(None))
-        return Place(self.bits, np.array(indices))
+        return self.bits[first : last + 1 : (last - first) // max(len(indices) - 1, 1) or 1]
 
     def counted(self, indices: Iterable[int]) -> list[Tensor]:
         """Tensors with the version counters of the buffers at ``indices``; views share theirs."""
@@ -98,72 +85,75 @@ class Copies:
     """What brings staged rows into buffers.
 
     Attributes:
-        places: The buffers, those that one copy can write at a time together.
-        values: What goes into each of the places, ``[buffers, rows, width]``.
+        into: All rows of some buffers of one slab, ``[buffers, rows, width]``.
+        values: What goes into the first rows of a slot in each of these, ``[buffers, r, width]``.
         counted: Tensors with the version counters of what the copies write.
         rest: Indices of staged rows that they leave out: not on the host, or of another dtype.
     """
 
-    places: Sequence[Place]
+    into: Sequence[Bits]
     values: Sequence[Bits]
     counted: Sequence[Tensor]
     rest: Sequence[int]
 
     @classmethod
     def of(cls, staged: StagedRows, known: Mapping[int, Home]) -> Self:
-        """Plan few copies: one for all rows that lie one below the other on both sides."""
-        groups: dict[tuple[Slab, int], list[tuple[int, int]]] = defaultdict(list)
+        """Plan few copies: one for rows that lie at equal distances on both sides."""
+        groups: dict[tuple[Slab, int], list[tuple[int, Tensor]]] = defaultdict(list)
         rest = []
         for number, (target, part) in enumerate(zip(staged.targets, staged.rows, strict=True)):
             home = known.get(target)
             if home is None or not _fits(part, home.slab.buffers[home.at]):
                 rest.append(number)
             else:
-                groups[home.slab, part.shape[0]].append((home.at, number))
-        places, values, counted = [], [], []
+                groups[home.slab, part.shape[0]].append((home.at, part))
+        into, values, counted = [], [], []
         for (slab, _), members in groups.items():
-            members.sort()
-            for piece in _pieces([staged.rows[number] for _, number in members]):
-                places.append(slab.place([index for index, _ in members[piece.start : piece.stop]]))
-                values.append(piece.bits)
-            counted += slab.counted(index for index, _ in members)
-        return cls(places, values, counted, rest)
+            members.sort(key=operator.itemgetter(0))
+            indices, parts = [at for at, _ in members], [part for _, part in members]
+            for run in progressions(indices, _gaps(parts)):
+                into.append(slab.rows_of(indices[run]))
+                values.append(_stacked(parts[run]))
+            counted += slab.counted(indices)
+        return cls(into, values, counted, rest)
+
+
+def progressions(numbers: Sequence[int], cuts: Container[int] = ()) -> Iterator[slice]:
+    """Cut ascending numbers into pieces that ascend by equal steps; and also before ``cuts``."""
+    start = 0
+    for stop in range(1, len(numbers) + 1):
+        if (
+            stop == len(numbers)
+            or stop in cuts
+            or (
+                stop - start > 1
+                and numbers[stop] - numbers[stop - 1] != numbers[start + 1] - numbers[start]
+            )
+        ):
+            yield slice(start, stop)
+            start = stop
 
 
 def _fits(part: Tensor, buffer: Tensor) -> bool:
     return part.is_cpu and part.dtype == buffer.dtype and part.is_contiguous()
 
 
-class _Piece(NamedTuple):
-    """Parts ``start : stop``, as one array ``[parts, rows, width]``."""
-
-    start: int
-    stop: int
-    bits: Bits
-
-
-def _pieces(parts: Sequence[Tensor]) -> Iterator[_Piece]:
-    """Cut parts of one shape where they do not lie one below the other, or are much memory."""
-    nbytes = parts[0].nbytes
-    most = max(_PIECE // max(nbytes, 1), 1)
-    start = 0
+def _gaps(parts: Sequence[Tensor]) -> Container[int]:
+    """Which of some parts of one shape do not lie right below the one before."""
     addresses = [part.data_ptr() for part in parts]
-    for stop in range(1, len(parts) + 1):
-        ends = stop == len(parts) or addresses[stop] != addresses[stop - 1] + nbytes
-        if ends or stop - start == most:
-            yield from _stacked(parts, start, stop)
-            start = stop
+    nbytes = parts[0].nbytes
+    memory = parts[0].untyped_storage()
+    if addresses[-1] + nbytes > memory.data_ptr() + memory.nbytes():
+        return range(len(parts))  # Of memory of their own, even if that is side by side by chance.
+    pairs = itertools.pairwise(addresses)
+    return {number for number, (a, b) in enumerate(pairs, 1) if b != a + nbytes}
 
 
-def _stacked(parts: Sequence[Tensor], start: int, stop: int) -> Iterator[_Piece]:
-    first, (rows, width) = parts[start], parts[start].shape
-    size, offset = (stop - start, rows, width), first.storage_offset()
-    # What lies side by side by chance is not the same memory.
-    if (offset + math.prod(size)) * first.itemsize <= first.untyped_storage().nbytes():
-        yield _Piece(start, stop, _bits(first.as_strided(size, (rows * width, width, 1), offset)))
-        return
-    for number in range(start, stop):
-        yield _Piece(number, number + 1, _bits(parts[number])[None])
+def _stacked(parts: Sequence[Tensor]) -> Bits:
+    """Parts of one shape that lie one below the other, as one array."""
+    first, (rows, width) = parts[0], parts[0].shape
+    size, strides = (len(parts), rows, width), (rows * width, width, 1)
+    return _bits(first.as_strided(size, strides, first.storage_offset()))
 
 
 def _bits(tensor: Tensor) -> Bits:
