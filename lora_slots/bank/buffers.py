@@ -17,8 +17,8 @@ from lora_slots.layers import SlotLayer
 from lora_slots.staging.copying import for_each, sent
 from lora_slots.staging.staged import Bits, StagedRows
 
-# From this many bytes on, torch's threads, which are there already, share a copy. Of hundreds of
-# small ones each would take as long as the thread that is scheduled last: numpy makes these.
+# From this many bytes on, torch's threads share the work; they are there already. Each of hundreds
+# of small copies would take as long as the thread that is scheduled last: those are numpy's.
 _WORTH_TORCH = 1 << 20
 # How many small arrays a thread copies before it asks for more.
 _PIECE = 16
@@ -60,13 +60,11 @@ class Buffers:
         copies = self._copies.get(rows)
         if copies is None:
             copies = self._copies[rows] = Copies.of(rows, self._homes)
-        copy_bits(
-            [
-                _rows(own, start, 0, values.shape[1])
-                for own, values in zip(copies.into, copies.values, strict=True)
-            ],
-            copies.values,
-        )
+        into = [
+            own[:, (begin := start(own.shape[1])) : begin + values.shape[1]]
+            for own, values in zip(copies.into, copies.values, strict=True)
+        ]
+        copy_bits(into, copies.values)
         # As torch's own operations in place do: autograd may have saved a buffer.
         torch.autograd.graph.increment_version(copies.counted)
         if copies.rest:
@@ -81,14 +79,16 @@ class Buffers:
             if (home := self._homes.get(target)) is not None:
                 places[home.slab, first, last].append(home.at)
             else:
-                own = self._buffers[target]
-                begin = start(own.shape[0])
-                rest.append(own[begin + first : begin + last])
+                buffer = self._buffers[target]
+                begin = start(buffer.shape[0])
+                rest.append(buffer[begin + first : begin + last])
         into, counted = [], []
         for (slab, first, last), indices in places.items():
             indices.sort()
             for run in progressions(indices):
-                into.append(_rows(slab.rows_of(indices[run]), start, first, last))
+                own = slab.rows_of(indices[run])
+                begin = start(own.shape[1])
+                into.append(own[:, begin + first : begin + last])
             counted += slab.counted(indices)
         zero_bits(into)
         torch.autograd.graph.increment_version(counted)
@@ -127,11 +127,6 @@ class Buffers:
             self._homes = homes(self._buffers)
 
 
-def _rows(own: Bits, start: Start, first: int, last: int) -> Bits:
-    begin = start(own.shape[1])
-    return own[:, begin + first : begin + last]
-
-
 def copy_bits(into: Sequence[Bits], values: Sequence[Bits]) -> None:
     """Copy arrays into others of the same sizes."""
     small = []
@@ -153,4 +148,7 @@ def _copy_some(pairs: Sequence[tuple[Bits, Bits]]) -> None:
 def zero_bits(into: Sequence[Bits]) -> None:
     """Fill arrays with zeros."""
     for own in into:
-        own[:] = 0
+        if own.nbytes < _WORTH_TORCH:
+            own[:] = 0
+        else:
+            torch.from_numpy(own).zero_()
