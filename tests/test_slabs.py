@@ -6,13 +6,13 @@ import copy
 import io
 import pickle
 from collections.abc import Callable, Mapping
+from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
 import pytest
 import torch
 from benchmarks.models import Model, Shape, base_weights
 from torch import Tensor, nn
-from torch.multiprocessing.reductions import ForkingPickler
 from toys import pairs, slot_buffers, tensors_of, toy, toy_adapter, toy_input
 
 from lora_slots import RawAdapter, SlotManager, read_adapter
