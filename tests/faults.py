@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any, Self
 
+import numpy as np
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from toys import slot_buffers
@@ -60,12 +61,21 @@ class Fault(TorchDispatchMode):
             return func(*args)
         self.operations += 1
         if self.operations - 1 == self.at:
-            half = len(args[0]) // 2 if on_lists else 0
-            if half:
-                func(*(a[:half] if isinstance(a, list | tuple) else a for a in args))
+            if on_lists and (halves := _halves(args)):
+                func(*halves)
             assert self.error is not None
             raise self.error
         return func(*args)
+
+
+def _halves(args: Sequence[Any]) -> list[Any]:
+    """The first half of each list; of an array that is alone in it, half of its buffers."""
+    half = len(args[0]) // 2
+    if half:
+        return [a[:half] if isinstance(a, list | tuple) else a for a in args]
+    if not isinstance(args[0][0], np.ndarray):
+        return []
+    return [[array[: len(array) // 2]] for (array,) in args]
 
 
 def _extent(buffer: Tensor) -> tuple[int, int]:

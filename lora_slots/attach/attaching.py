@@ -14,6 +14,7 @@ from lora_slots.attach.refusals import is_compiled, refuse_fast_path, refuse_una
 from lora_slots.errors import AttachError
 from lora_slots.layers import Mix, SlotSizes
 from lora_slots.layers.quantized import can_compute, said_dtypes
+from lora_slots.layers.slabs import allocate
 from lora_slots.layers.swap import add_slots, has_other_class, has_slots, remove_slots
 from lora_slots.layout import Layout, Target
 from lora_slots.options import Options
@@ -35,6 +36,7 @@ def attach(layout: Layout, options: Options) -> None:
         target.kind.make(target.module, _sizes(target, layout, options, mixes[_device(target)]))
         for target in layout
     ]
+    allocate(made, [_device(target) for target in layout])
     try:
         for target, slots in zip(layout, made, strict=True):
             slots.train(target.module.training)
@@ -76,7 +78,6 @@ def _sizes(target: Target, layout: Layout, options: Options, mix: Mix) -> SlotSi
         num_slots=options.num_slots,
         rows=options.rows if target.low_rank else 0,
         dtype=_dtype(target, layout, options),
-        device=_device(target),
         mix=mix,
         dora=options.dora and target.low_rank,
         bias=options.bias and target.low_rank,

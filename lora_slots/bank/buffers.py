@@ -3,109 +3,152 @@
 from __future__ import annotations
 
 import itertools
-import operator
 from collections import defaultdict
-from collections.abc import Sequence
-from typing import TypeGuard, cast
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import cast
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
 from lora_slots.bank.memory import Memory
+from lora_slots.bank.places import Copies, Home, Slab, homes, progressions
 from lora_slots.layers import SlotLayer
 from lora_slots.staging.copying import for_each, sent
-from lora_slots.staging.staged import Bits, StagedRows, as_bits
+from lora_slots.staging.staged import Bits, StagedRows
 
-# How many arrays a thread copies before it asks for more.
+# From this many bytes on, torch's threads share the work; they are there already. Each of hundreds
+# of small copies would take as long as the thread that is scheduled last: those are numpy's.
+_WORTH_TORCH = 1 << 20
+# How many small arrays a thread copies before it asks for more.
 _PIECE = 16
+# Of a buffer with so many rows, the first that a slot owns.
+Start = Callable[[int], int]
 
 
 class Buffers:
-    """The buffer of one name of every slot layer.
+    """The buffer of one name of every slot layer that has it.
 
-    On the host, numpy copies the rows, in the calling thread. torch has several threads share even
-    a small copy, so that hundreds of them take as long as the one that is scheduled last.
+    On the host, rows of buffers in one slab are copied together.
     """
 
     def __init__(self, layers: Sequence[SlotLayer], name: str) -> None:
         """Look the buffers ``name`` of ``layers`` up when they are needed."""
-        self._layers = layers
+        self._layers = {
+            target: layer for target, layer in enumerate(layers) if layer.whole(name) is not None
+        }
         self._name = name
-        self._known = Memory()
-        self._bits: list[Bits | None] = []
+        self._forget()
 
     def __getstate__(self) -> dict[str, object]:
         """Copies and pickles have buffers of their own."""
-        return vars(self) | {"_known": Memory(), "_bits": []}
+        return {"_layers": self._layers, "_name": self._name}
 
-    def of(self, targets: Sequence[int]) -> list[Tensor]:
+    def __setstate__(self, state: dict[str, object]) -> None:
+        """Undo `__getstate__`."""
+        vars(self).update(state)
+        self._forget()
+
+    def of(self, targets: Iterable[int]) -> list[Tensor]:
         """All rows of the buffers of some layers."""
         self._look_up()
-        return [cast("Tensor", self._known.buffers[target]) for target in targets]
+        return [self._buffers[target] for target in targets]
 
-    def copy(self, rows: StagedRows, starts: Sequence[int]) -> None:
-        """Write ``rows``, those of each target from its row in ``starts`` on."""
-        buffers = self.of(rows.targets)
-        bits = [self._bits[target] for target in rows.targets]
-        places = list(zip(starts, map(operator.add, starts, rows.counts), strict=True))
-        values = rows.bits
-        as_staged = [buffer.dtype for buffer in buffers] == rows.dtypes
-        if as_staged and _all_there(bits) and _all_there(values):
-            copy_bits([own[a:b] for own, (a, b) in zip(bits, places, strict=True)], values)
-        else:
-            into = [own[a:b] for own, (a, b) in zip(buffers, places, strict=True)]
-            _copy_by_torch(into, rows.rows)
+    def copy(self, rows: StagedRows, start: Start) -> None:
+        """Write ``rows``, into each buffer from the row on that ``start`` says."""
+        self._look_up()
+        copies = self._copies.get(rows)
+        if copies is None:
+            copies = self._copies[rows] = Copies.of(rows, self._homes)
+        into = [
+            own[:, (begin := start(own.shape[1])) : begin + values.shape[1]]
+            for own, values in zip(copies.into, copies.values, strict=True)
+        ]
+        copy_bits(into, copies.values)
         # As torch's own operations in place do: autograd may have saved a buffer.
-        torch.autograd.graph.increment_version(buffers)
+        torch.autograd.graph.increment_version(copies.counted)
+        if copies.rest:
+            self._copy_by_torch(copies.rest, rows, start)
 
-    def zero(self, targets: Sequence[int], firsts: Sequence[int], lasts: Sequence[int]) -> None:
-        """Zero rows ``first : last`` of each target."""
-        if not targets:
-            return
-        buffers = self.of(targets)
-        bits = [self._bits[target] for target in targets]
-        places = list(zip(firsts, lasts, strict=True))
-        if _all_there(bits):
-            zero_bits([own[a:b] for own, (a, b) in zip(bits, places, strict=True)])
-        else:
-            torch._foreach_zero_([own[a:b] for own, (a, b) in zip(buffers, places, strict=True)])
-        torch.autograd.graph.increment_version(buffers)
+    def zero(self, tails: Iterable[tuple[int, int, int]], start: Start) -> None:
+        """Zero rows ``first : last``, counted from ``start``, of each target: ``tails``."""
+        self._look_up()
+        places: dict[tuple[Slab, int, int], list[int]] = defaultdict(list)
+        rest = []
+        for target, first, last in tails:
+            if (home := self._homes.get(target)) is not None:
+                places[home.slab, first, last].append(home.at)
+            else:
+                buffer = self._buffers[target]
+                begin = start(buffer.shape[0])
+                rest.append(buffer[begin + first : begin + last])
+        into, counted = [], []
+        for (slab, first, last), indices in places.items():
+            indices.sort()
+            for run in progressions(indices):
+                own = slab.rows_of(indices[run])
+                begin = start(own.shape[1])
+                into.append(own[:, begin + first : begin + last])
+            counted += slab.counted(indices)
+        zero_bits(into)
+        torch.autograd.graph.increment_version(counted)
+        if rest:
+            torch._foreach_zero_(rest)
+
+    def _copy_by_torch(self, numbers: Sequence[int], rows: StagedRows, start: Start) -> None:
+        by_device: dict[torch.device, list[tuple[Tensor, Tensor]]] = defaultdict(list)
+        for number in numbers:
+            own, values = self._buffers[rows.targets[number]], rows.rows[number]
+            begin = start(own.shape[0])
+            by_device[own.device].append((own[begin : begin + values.shape[0]], values))
+        for device, pairs in by_device.items():
+            there = sent([values for _, values in pairs], device)
+            torch._foreach_copy_([into for into, _ in pairs], there)
+
+    def _forget(self) -> None:
+        self._known = Memory()
+        self._dicts = [layer._buffers for layer in self._layers.values()]
+        self._buffers: Mapping[int, Tensor] = {}
+        self._homes: Mapping[int, Home] = {}
+        self._copies: WeakKeyDictionary[StagedRows, Copies] = WeakKeyDictionary()
 
     def _look_up(self) -> None:
         """Find every buffer, and its memory where that is the host's."""
-        buffers = [layer.whole(self._name) for layer in self._layers]
+        # Unless forward sees a part of them, whole buffers are what it sees.
+        seen = map(dict.get, self._dicts, itertools.repeat(self._name))
+        if self._known.is_of(cast("list[Tensor]", list(seen))):
+            return
+        whole = [layer.whole(self._name) for layer in self._layers.values()]
+        buffers = cast("list[Tensor]", whole)
         if not self._known.is_of(buffers):
+            self._forget()
             self._known = Memory(buffers)
-            self._bits = [None if buffer is None else as_bits(buffer) for buffer in buffers]
-
-
-def _all_there(bits: Sequence[Bits | None]) -> TypeGuard[Sequence[Bits]]:
-    return not any(map(operator.is_, bits, itertools.repeat(None)))
+            self._buffers = dict(zip(self._layers, buffers, strict=True))
+            self._homes = homes(self._buffers)
 
 
 def copy_bits(into: Sequence[Bits], values: Sequence[Bits]) -> None:
     """Copy arrays into others of the same sizes."""
-    pieces = range(0, len(into), _PIECE)
-    nbytes = sum(value.nbytes for value in values)
-    for_each(lambda first: _copy_some(into, values, first), pieces, nbytes)
+    small = []
+    for pair in zip(into, values, strict=True):
+        if pair[1].nbytes < _WORTH_TORCH:
+            small.append(pair)
+        else:
+            own, value = map(torch.from_numpy, pair)
+            own.copy_(value)
+    pieces = [small[first : first + _PIECE] for first in range(0, len(small), _PIECE)]
+    for_each(_copy_some, pieces, sum(value.nbytes for _, value in small))
 
 
-def _copy_some(into: Sequence[Bits], values: Sequence[Bits], first: int) -> None:
-    piece = slice(first, first + _PIECE)
-    for own, value in zip(into[piece], values[piece], strict=True):
+def _copy_some(pairs: Sequence[tuple[Bits, Bits]]) -> None:
+    for own, value in pairs:
         own[:] = value
-
-
-def _copy_by_torch(into: Sequence[Tensor], values: Sequence[Tensor]) -> None:
-    by_device: dict[torch.device, list[int]] = defaultdict(list)
-    for index, own in enumerate(into):
-        by_device[own.device].append(index)
-    for device, indices in by_device.items():
-        there = sent([values[index] for index in indices], device)
-        torch._foreach_copy_([into[index] for index in indices], there)
 
 
 def zero_bits(into: Sequence[Bits]) -> None:
     """Fill arrays with zeros."""
     for own in into:
-        own[:] = 0
+        if own.nbytes < _WORTH_TORCH:
+            own[:] = 0
+        else:
+            torch.from_numpy(own).zero_()

@@ -5,6 +5,8 @@ from __future__ import annotations
 import operator
 from collections.abc import Sequence
 
+import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor
 
 
@@ -15,19 +17,20 @@ class Memory:
     ``share_memory`` keep the tensor and replace, or even free, its memory.
     """
 
-    def __init__(self, buffers: Sequence[Tensor | None] = ()) -> None:
+    def __init__(self, buffers: Sequence[Tensor] = ()) -> None:
         """Take note of what ``buffers`` have now."""
         self.buffers = list(buffers)
         self._places = _places(buffers)
 
-    def is_of(self, buffers: Sequence[Tensor | None]) -> bool:
+    def is_of(self, buffers: Sequence[Tensor]) -> bool:
         """Whether these are the same tensors with the same memory."""
         return (
             len(buffers) == len(self.buffers)
             and all(map(operator.is_, buffers, self.buffers))
-            and _places(buffers) == self._places
+            and np.array_equal(_places(buffers), self._places)
         )
 
 
-def _places(buffers: Sequence[Tensor | None]) -> list[int]:
-    return [buffer.data_ptr() for buffer in buffers if buffer is not None]
+def _places(buffers: Sequence[Tensor]) -> NDArray[np.uint64]:
+    """Addresses, in one piece: they are compared before every write."""
+    return np.fromiter(map(Tensor.data_ptr, buffers), np.uint64, len(buffers))

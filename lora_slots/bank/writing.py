@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 
-from lora_slots.bank.buffers import Buffers
+from lora_slots.bank.buffers import Buffers, Start
 from lora_slots.bank.state import BankState
 from lora_slots.layers import SlotLayer
 from lora_slots.layers.base import BY_RANK
@@ -39,20 +39,15 @@ class RowWriter:
             for name, rows in ({} if own is None else own.rows).items():
                 stays = other is not None and _begin(slot, name, old) == _begin(slot, name, new)
                 kept = other.rows.get(name) if other is not None and stays else None
-                targets, firsts, lasts = _tails(rows, kept)
-                starts = self._starts(slot, name, targets, old)
-                self._buffers[name].zero(
-                    targets,
-                    [start + first for start, first in zip(starts, firsts, strict=True)],
-                    [start + last for start, last in zip(starts, lasts, strict=True)],
-                )
+                if tails := _tails(rows, kept):
+                    self._buffers[name].zero(tails, self._start(slot, name, old))
 
     def fill(self, slots: Iterable[int], new: BankState) -> None:
         """Write what ``slots`` hold in ``new``; what they held before is zero already."""
         for slot in slots:
             own = new.held[slot]
             for name, rows in ({} if own is None else own.rows).items():
-                self._buffers[name].copy(rows, self._starts(slot, name, rows.targets, new))
+                self._buffers[name].copy(rows, self._start(slot, name, new))
 
     def backup(self, slots: Collection[int], state: BankState) -> BankState:
         """``state``, the model's, with what the buffers of ``slots`` hold now."""
@@ -76,22 +71,21 @@ class RowWriter:
         # The model was cast since: the buffers hold what no staged copy does.
         rows = {}
         for name, own in staged.rows.items():
-            starts = self._starts(slot, name, own.targets, state)
+            start = self._start(slot, name, state)
             buffers = self._buffers[name].of(own.targets)
             copies = (
-                buffer[start : start + count].clone()
-                for buffer, start, count in zip(buffers, starts, own.counts, strict=True)
+                buffer.narrow(0, start(buffer.shape[0]), count).clone()
+                for buffer, count in zip(buffers, own.counts, strict=True)
             )
             rows[name] = StagedRows(own.targets, tuple(copies))
         return replace(staged, rows=rows, blocks=())
 
-    def _starts(self, slot: int, name: str, targets: Sequence[int], state: BankState) -> list[int]:
-        """The first row that a slot owns of the buffer ``name`` of each target."""
+    def _start(self, slot: int, name: str, state: BankState) -> Start:
+        """Says which row of a buffer ``name`` is the first that a slot owns."""
         begin = _begin(slot, name, state)
         if begin is not None:
-            return [begin] * len(targets)
-        buffers = self._buffers[name].of(targets)
-        return [slot * (buffer.shape[0] // self._num_slots) for buffer in buffers]
+            return lambda rows: begin
+        return lambda rows: slot * (rows // self._num_slots)
 
 
 def _begin(slot: int, name: str, state: BankState) -> int | None:
@@ -99,18 +93,13 @@ def _begin(slot: int, name: str, state: BankState) -> int | None:
     return state.owned(slot).start if name in BY_RANK else None
 
 
-def _tails(old: StagedRows, new: StagedRows | None) -> tuple[list[int], list[int], list[int]]:
+def _tails(old: StagedRows, new: StagedRows | None) -> list[tuple[int, int, int]]:
     """The targets where ``old`` has more rows than ``new``, and from where to where."""
     if new is not None and (old.targets, old.counts) == (new.targets, new.counts):
-        return [], [], []
+        return []
     filled = {} if new is None else dict(zip(new.targets, new.counts, strict=True))
-    tails = [
+    return [
         (target, filled.get(target, 0), count)
         for target, count in zip(old.targets, old.counts, strict=True)
         if count > filled.get(target, 0)
     ]
-    return (
-        [t for t, _, _ in tails],
-        [first for _, first, _ in tails],
-        [last for _, _, last in tails],
-    )

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self, cast
 import torch
 from torch import Tensor, nn
 
+from lora_slots.layers.slabs import Share
+
 if TYPE_CHECKING:
     from lora_slots.layers.mix import Mix
     from lora_slots.layers.routes import Routes
@@ -22,8 +24,7 @@ class SlotSizes:
         num_slots: How many adapters can be loaded at a time.
         rows: How many rows by rank they share; 0 where a layer takes no low-rank updates.
         dtype: The dtype of what is as large as the base layer: ``lora_A``, ``lora_B`` and the like.
-        device: Where the buffers are made.
-        mix: The weights of the adapters, which all layers on that device share.
+        mix: The weights of the adapters, which all layers on a device share.
         dora: Whether slots hold DoRA magnitudes.
         bias: Whether slots hold a bias.
         token_rows: How many trained rows of an embedding each slot holds.
@@ -32,7 +33,6 @@ class SlotSizes:
     num_slots: int
     rows: int
     dtype: torch.dtype
-    device: torch.device
     mix: Mix
     dora: bool = False
     bias: bool = False
@@ -66,11 +66,12 @@ class SlotLayer(nn.Module):
         sizes: SlotSizes,
         dtype: torch.dtype | None = None,
     ) -> None:
-        """Register a buffer of zeros, ``[rows, width]``; ``dtype`` is for what are no floats."""
+        """Register a buffer, ``[rows, width]``, on ``meta`` until memory is shared out.
+
+        ``dtype`` is for what are no floats.
+        """
         dtype = dtype or (torch.float32 if name in self.float32 else sizes.dtype)
-        # A buffer made under inference_mode could not be written to outside of it.
-        with torch.inference_mode(False):
-            buffer = torch.zeros(rows, width, dtype=dtype, device=sizes.device)
+        buffer = torch.empty(rows, width, dtype=dtype, device="meta")
         self.register_buffer(name, buffer, persistent=False)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
@@ -82,7 +83,7 @@ class SlotLayer(nn.Module):
         shown = self.show(None)
         before = dict(self.named_buffers(recurse=False))
         try:
-            # As in add_buffer: what inference_mode makes could not be written to outside of it.
+            # What inference_mode makes could not be written to outside of it.
             with torch.inference_mode(False):
                 super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
             for name, old in before.items():
@@ -127,6 +128,18 @@ class SlotLayer(nn.Module):
     def whole(self, name: str) -> Tensor | None:
         """All rows of a buffer, however many of them ``forward`` sees; None if it has none."""
         return self._buffers.get(name)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Hold all rows, as shares of the memory that layers have in common."""
+        buffers = {name: Share.of(self.whole(name)) for name in self._buffers}
+        return vars(self) | {"_buffers": buffers}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Undo `__getstate__`."""
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        for name, share in self._buffers.items():
+            if isinstance(share, Share):
+                self._buffers[name] = share.buffer()
 
     def extra_repr(self) -> str:
         """Show the sizes and the dtype of every buffer."""
@@ -200,12 +213,11 @@ class LoraSlots(SlotLayer):
     def __getstate__(self) -> dict[str, Any]:
         """Hold all rows: a pickle does not know that what ``forward`` sees is a part of them."""
         shown = self.lora_A.shape[0] if self._whole else None
-        whole = {"_buffers": self._buffers | self._whole, "_whole": {}}
-        return {"attributes": vars(self) | whole, "shown": shown}
+        return {"attributes": super().__getstate__() | {"_whole": {}}, "shown": shown}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Undo `__getstate__`."""
-        super().__setstate__(state["attributes"])  # type: ignore[no-untyped-call]
+        super().__setstate__(state["attributes"])
         self.show(state["shown"])
 
     def show(self, rows: int | None) -> int | None:

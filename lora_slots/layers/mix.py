@@ -66,7 +66,7 @@ class Mix(SlotLayer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Undo `__getstate__`."""
-        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        super().__setstate__(state)
         self._set(self.table)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:

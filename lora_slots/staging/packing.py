@@ -82,10 +82,18 @@ class Packing:
 
     @classmethod
     def of(cls, parts: Sequence[Part], shapes: Sequence[Sequence[int]]) -> Packing:
-        """Lay parts out whose rows are of these shapes, ``[rows, width]`` each."""
+        """Lay parts out whose rows are of these shapes, ``[rows, width]`` each.
+
+        Parts of one buffer with as many rows follow each other in the order of their targets.
+        """
         groups: dict[tuple[torch.dtype, int], list[int]] = defaultdict(list)
         for index, part in enumerate(parts):
             groups[part.dtype, shapes[index][1]].append(index)
+        # What goes into buffers that lie side by side can be written in one copy.
+        for group in groups.values():
+            group.sort(
+                key=lambda index: (parts[index].buffer, shapes[index][0], parts[index].target)
+            )
         blocks = tuple(
             _Block(
                 dtype,

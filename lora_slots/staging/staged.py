@@ -45,16 +45,6 @@ class StagedRows:
         """How many rows there are for each target module."""
         return tuple(part.shape[0] for part in self.rows)
 
-    @functools.cached_property
-    def dtypes(self) -> list[torch.dtype]:
-        """The dtype of each of ``rows``."""
-        return [part.dtype for part in self.rows]
-
-    @functools.cached_property
-    def bits(self) -> tuple[Bits | None, ...]:
-        """The memory of each of ``rows``, where it is the host's."""
-        return tuple(map(as_bits, self.rows))
-
 
 @dataclass(frozen=True, eq=False)
 class StagedAdapter:
