@@ -17,7 +17,7 @@ from torch.utils.weak import WeakIdRef
 from lora_slots.errors import ArgumentError
 from lora_slots.layers import SlotLayer
 from lora_slots.layout import Layout
-from lora_slots.reading.folders import CONFIG_NAME, locate
+from lora_slots.reading.folders import CONFIG_NAME, locate, usual_file
 from lora_slots.report import LoadReport
 from lora_slots.resolve.extras import AS_IN_THE_MODEL
 from lora_slots.staging.staged import StagedAdapter
@@ -121,12 +121,15 @@ def identity(source: object) -> Hashable:
     Raises:
         AdapterFileError: As `read_adapter` does for a path that means no file.
     """
-    if not isinstance(source, str | os.PathLike) or not os.path.exists(source):
+    if not isinstance(source, str | os.PathLike):
         return None
-    weights = locate(os.fspath(source))
+    path = os.fspath(source)
+    weights = usual_file(path) or (locate(path) if os.path.exists(path) else None)
+    if weights is None:
+        return None
     beside = os.path.join(os.path.dirname(weights), CONFIG_NAME)
     # How it was asked for is part of it: a report repeats that.
-    return os.fspath(source), _stat(weights), _stat(beside), SlotLayer.generation
+    return path, _stat(weights), _stat(beside), SlotLayer.generation
 
 
 def _stat(path: str) -> Hashable:

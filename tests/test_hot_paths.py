@@ -204,9 +204,10 @@ def test_a_swap_copies_its_own_rows_and_zeroes_those_of_the_one_before(ranks, tm
     widths = 2 * sum(map(sum, shape_of(2).linears.values()))
     with Operators() as operators:
         setup.manager.load(setup.paths[0])
-    steering = operators.elements["copy_"] - ranks[0] * widths
-    assert 0 <= steering < widths
-    assert operators.elements["zero_"] == max(ranks[1] - ranks[0], 0) * widths
+    scalings = 2 * LINEARS
+    weights = operators.elements["copy_"] - ranks[0] * (widths + scalings)
+    assert 0 <= weights < widths
+    assert operators.elements["zero_"] == max(ranks[1] - ranks[0], 0) * (widths + scalings)
 
 
 def test_a_change_of_weights_copies_no_rows(tmp_path):

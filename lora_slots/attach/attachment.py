@@ -57,12 +57,13 @@ class Attachment:
             full_modules=options.full_modules,
             bias=options.bias,
         )
-        refusals.refuse_fused_projections(self.root.modules(), self.layout)
+        self._modules = tuple(self.root.modules())
+        self._attentions = tuple(filter(refusals.can_fuse, self._modules))
+        refusals.refuse_fused_projections(self._attentions, self.layout)
         if options.routing:
             refuse_unroutable(self.root, self.layout)
         warn_if_compiled(all_modules(given))
         attach(self.layout, options)
-        self._modules = tuple(self.root.modules())
         self._manager: object = None
 
     def belong_to(self, manager: object) -> None:
@@ -100,9 +101,9 @@ class Attachment:
         Raises:
             AttachError: Says which, and what to do.
         """
-        refusals.refuse_freezing(self._modules)
+        refusals.refuse_freezing(refusals.compiled_in_place(self._modules))
         refusals.refuse_fast_path(self.layout)
-        refusals.refuse_fused_projections(self._modules, self.layout)
+        refusals.refuse_fused_projections(self._attentions, self.layout)
 
     def detach(self) -> None:
         """Take the slots and the manager away from the model, and keep nothing of them alive.
@@ -113,7 +114,7 @@ class Attachment:
         detach(self.layout)
         for owner in self._owners():
             del vars(owner)[_ATTRIBUTE]
-        del self.layout, self._modules
+        del self.layout, self._modules, self._attentions
 
     def _owners(self) -> Iterable[nn.Module]:
         """The modules that know their manager: the root and all components."""

@@ -57,15 +57,17 @@ def refuse_fast_path(layout: Layout) -> None:
         )
 
 
-def refuse_fused_projections(modules: Iterable[nn.Module], layout: Layout) -> None:
+def refuse_fused_projections(attentions: Iterable[nn.Module], layout: Layout) -> None:
     """Refuse targets whose weights diffusers' attention has copied into a fused projection.
+
+    Args:
+        attentions: The modules that `can_fuse`.
+        layout: The targets.
 
     Raises:
         AttachError: ``fuse_qkv_projections()`` was called on the model.
     """
-    # Most modules are let go by a look into their dict: every load asks hundreds of them.
-    fused = [module for module in modules if "fused_projections" in vars(module)]
-    fused = [module for module in fused if _runs_fused(module)]
+    fused = [module for module in attentions if _runs_fused(module)]
     if not fused:
         return
     silent = {
@@ -95,13 +97,7 @@ def refuse_freezing(modules: Iterable[nn.Module]) -> None:
     """
     import torch._inductor.config as inductor
 
-    # Most modules are let go by a look into their dicts: every load asks hundreds of them.
-    compiled = [
-        module
-        for module in modules
-        if vars(module).get("_compiled_call_impl") or "_orig_mod" in module._modules
-    ]
-    if inductor.freezing or any(map(_freezes, compiled)):
+    if inductor.freezing or any(map(_freezes, modules)):
         raise AttachError(
             "inductor's option freezing is on, which makes constants of the slots, so that swaps "
             "would be ignored; turn torch._inductor.config.freezing off, or compile without it"
@@ -129,6 +125,16 @@ def refuse_unattachable(target: Target) -> None:
         raise AttachError(f"{target.path} is not initialised yet; run the model once first")
     if _is_dtensor(weight):
         raise AttachError(f"{target.path} has a DTensor weight, which is not supported yet")
+
+
+def can_fuse(module: nn.Module) -> bool:
+    """Whether a module is an attention of diffusers that may run a fused projection some day."""
+    return "fused_projections" in vars(module) or hasattr(type(module), "fuse_projections")
+
+
+def compiled_in_place(modules: Iterable[nn.Module]) -> list[nn.Module]:
+    """Those that were compiled by their ``compile()``: hundreds are asked before every load."""
+    return [module for module in modules if "_compiled_call_impl" in vars(module)]
 
 
 def _runs_fused(module: nn.Module) -> bool:

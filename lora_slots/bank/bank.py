@@ -13,7 +13,6 @@ from torch import Tensor
 from lora_slots.bank.ordering import Orders
 from lora_slots.bank.planning import Planner
 from lora_slots.bank.routes import RouteTables, RouteWriter
-from lora_slots.bank.scaling import ScalingWriter
 from lora_slots.bank.sharing import MixWriter
 from lora_slots.bank.state import BankState
 from lora_slots.bank.work import Work
@@ -35,7 +34,7 @@ class Bank:
     written only while nobody holds. One thread changes at a time: callers see to that.
 
     A `Planner` says what the model shall hold next, `Work` what has to be written for that and
-    when; a `RowWriter`, a `ScalingWriter` and a `MixWriter` write it.
+    when; a `RowWriter` and a `MixWriter` write it.
     """
 
     def __init__(
@@ -66,7 +65,6 @@ class Bank:
         """
         layers = [target.slots for target in layout]
         self._planner = Planner(
-            len(layers),
             max_rank=max_rank,
             num_slots=num_slots,
             rows=rows,
@@ -77,7 +75,6 @@ class Bank:
         self._layers: list[SlotLayer] = layers
         self._spare: list[tuple[Tensor, ...]] = []
         self._routes = RouteWriter(layout) if routing else None
-        self._scaling = ScalingWriter(layers)
         self._mix = MixWriter(layers, rows=rows, num_slots=num_slots)
         self.orders = Orders()
         self.state = self._planner.empty()
@@ -251,8 +248,6 @@ class Bank:
         self.state = old
 
     def _steer(self, old: BankState, new: BankState) -> None:
-        if new.scaling is not old.scaling and self._scaling.write(new.scaling):
-            self._mix.look_again()
         self._mix.write(new.weights, new.rows)
         torn = new.shown is not None and any(layer.is_torn for layer in self._layers)
         if torn or new.shown != old.shown:

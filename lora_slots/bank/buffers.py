@@ -14,6 +14,7 @@ from torch import Tensor
 from lora_slots.bank.memory import Memory
 from lora_slots.bank.places import Copies, Home, Slab, homes, progressions
 from lora_slots.layers import SlotLayer
+from lora_slots.layers.base import BY_RANK
 from lora_slots.staging.copying import for_each, sent
 from lora_slots.staging.staged import Bits, StagedRows
 
@@ -29,7 +30,8 @@ Start = Callable[[int], int]
 class Buffers:
     """The buffer of one name of every slot layer that has it.
 
-    On the host, rows of buffers in one slab are copied together.
+    On the host, rows of buffers in one slab are copied together. Of ``scaling``, what counts as a
+    row here is a column.
     """
 
     def __init__(self, layers: Sequence[SlotLayer], name: str) -> None:
@@ -121,9 +123,14 @@ class Buffers:
         whole = [layer.whole(self._name) for layer in self._layers.values()]
         buffers = cast("list[Tensor]", whole)
         if not self._known.is_of(buffers):
+            if self._known.buffers:
+                # As after ``.to()``: others refer to what is gone, too.
+                SlotLayer.generation += 1
             self._forget()
             self._known = Memory(buffers)
-            self._buffers = dict(zip(self._layers, buffers, strict=True))
+            axis = BY_RANK.get(self._name, 0)
+            rows = [buffer.movedim(axis, 0) for buffer in buffers]
+            self._buffers = dict(zip(self._layers, rows, strict=True))
             self._homes = homes(self._buffers)
 
 

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-import numpy as np
-
 from lora_slots.bank.routes import RouteTables
 from lora_slots.bank.rows import place
-from lora_slots.bank.scaling import Table
 from lora_slots.bank.state import BankState
 from lora_slots.roster import Roster
 from lora_slots.staging.staged import StagedAdapter
@@ -30,27 +27,24 @@ class Planner:
 
     def __init__(
         self,
-        modules: int,
         *,
         max_rank: int,
         num_slots: int,
         rows: int,
         buckets: tuple[int, ...] | None,
     ) -> None:
-        """Plan for as many ``modules``; the rest is as above."""
+        """Keep what is described above."""
         self.max_rank = max_rank
         self.num_slots = num_slots
         self.rows = rows
         self.buckets = buckets
         by_need = buckets is not None or rows < num_slots * max_rank
         self.granule = min(_GRANULE, max_rank) if by_need else max_rank
-        self._modules = modules
 
     def empty(self) -> BankState:
         """The state of buffers that were just made."""
         nothing: tuple[None, ...] = (None,) * self.num_slots
-        scaling = np.zeros((self._modules, self.rows), dtype=np.float32)
-        return BankState(Roster(self.num_slots), nothing, {}, scaling, {})
+        return BankState(Roster(self.num_slots), nothing, {}, {})
 
     def need(self, staged: StagedAdapter | None) -> int:
         """How many rows by rank an adapter owns."""
@@ -68,16 +62,14 @@ class Planner:
             ArgumentError: A weight times a scaling leaves the range of float32.
         """
         weights = roster.slot_weights
-        for slot, weight in weights.items():
-            own = held[slot]
+        for slot, own in enumerate(held):
             if own is not None:
-                own.check_weight(weight)
+                own.check_weight(weights.get(slot, 1.0))
         rows, shown = self._placed(old, held, weights)
         return BankState(
             roster,
             held,
             rows,
-            self._scaling(old, held, rows),
             weights,
             shown,
             self._routes(old, held, rows, roster),
@@ -106,20 +98,6 @@ class Planner:
         )
         assert starts is not None
         return {s: range(start, start + needs[s]) for s, start in starts.items()}, shown
-
-    def _scaling(
-        self, old: BankState, held: Sequence[StagedAdapter | None], rows: Mapping[int, range]
-    ) -> Table:
-        """The scaling of all rows: the very table of ``old`` where nothing is held elsewhere."""
-        if held is old.held and rows == old.rows:
-            return old.scaling
-        table = np.zeros_like(old.scaling)
-        for slot, staged in enumerate(held):
-            if staged is not None:
-                first = rows.get(slot, range(0)).start
-                own = staged.scaling_by_row
-                table[staged.targets, first : first + own.shape[1]] = own
-        return table
 
     def _routes(
         self,

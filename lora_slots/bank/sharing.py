@@ -45,10 +45,6 @@ class MixWriter:
         self._find()
         return self._mixes.keys()
 
-    def look_again(self) -> None:
-        """Look where all layers are before the next write."""
-        self._generation = -1
-
     def write(self, weights: Mapping[int, float], owned: Mapping[int, range]) -> None:
         """Let these be the weights of slots that contribute, and these the rows that slots own."""
         table = self._weights

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from lora_slots.bank.routes import RouteTables
-from lora_slots.bank.scaling import Table
 from lora_slots.roster import Roster
 from lora_slots.staging.staged import StagedAdapter
 
@@ -19,7 +18,6 @@ class BankState:
         roster: Whose the slots are.
         held: What each slot holds.
         rows: The rows by rank that each slot owns; slots that own none are left out.
-        scaling: ``[modules, R]``, the buffers ``scaling``: the adapters' own, active or not.
         weights: The weight of every slot that contributes.
         shown: How many rows the model's forward sees; None: all.
         routes: What tells the rows of a batch apart; None: nothing.
@@ -28,7 +26,6 @@ class BankState:
     roster: Roster
     held: tuple[StagedAdapter | None, ...]
     rows: Mapping[int, range]
-    scaling: Table
     weights: Mapping[int, float]
     shown: int | None = None
     routes: RouteTables | None = None

@@ -25,6 +25,8 @@ def locate(path: str, *, allow_pickle: bool = False) -> str:
         AdapterFileError: Nothing is there, or several files without one of these names are, or the
             folder cannot be read.
     """
+    if (usual := usual_file(path)) is not None:
+        return usual
     if not os.path.exists(path):
         if not looks_like_hub_id(path):
             raise AdapterFileError(f"{path} does not exist")
@@ -37,16 +39,22 @@ def locate(path: str, *, allow_pickle: bool = False) -> str:
     except OSError as error:
         raise AdapterFileError(f"{path} cannot be read: {error.strerror or error}") from error
     others = [name for name in names_found if name.endswith(".safetensors")]
-    usual = [name for name in SAFETENSORS_NAMES if name in others]
-    if not usual and len(others) > 1:
+    named = [name for name in SAFETENSORS_NAMES if name in others]
+    if not named and len(others) > 1:
         raise AdapterFileError(
             f"{path} must hold {' or '.join(SAFETENSORS_NAMES)}, or a single .safetensors file: it "
             f"holds {', '.join(others)}; pass the path of one"
         )
-    chosen = [*usual, *others, *(name for name in PICKLE_NAMES if name in names_found)]
+    chosen = [*named, *others, *(name for name in PICKLE_NAMES if name in names_found)]
     if not chosen:
         raise AdapterFileError(_nothing_in(path, names_found))
     return os.path.join(path, chosen[0])
+
+
+def usual_file(path: str) -> str | None:
+    """The file that a folder's others do not matter beside, if it is there."""
+    usual = os.path.join(path, SAFETENSORS_NAMES[0])
+    return usual if os.path.isfile(usual) else None
 
 
 def _nothing_in(path: str, names: list[str]) -> str:

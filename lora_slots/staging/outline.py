@@ -33,7 +33,7 @@ class Outline:
     """What becomes of a file whose tensors each go into one buffer as they are.
 
     Attributes:
-        staged: What was staged, less its rows.
+        staged: What was staged, less the rows that a file has values for.
         report: What a load of it reports.
         base_model: The base model that the adapter names, or empty.
     """
@@ -87,7 +87,7 @@ class Outline:
         if keys:
             return None
         return cls(
-            staged=replace(staged, rows={}, blocks=()),
+            staged=replace(staged, rows={"scaling": staged.rows["scaling"]}, blocks=()),
             report=replace(report, scaling=dict(report.scaling)),
             base_model=adapter.base_model,
             _cuts=tuple(cuts),
@@ -123,7 +123,7 @@ class Outline:
                 views, blocks = self._packing.fill(sources, list(spare()))
             except NotFiniteError:
                 return None
-        rows = by_buffer(self._parts, views)
+        rows = {**self.staged.rows, **by_buffer(self._parts, views)}
         return replace(self.staged, source=raw.source, rows=rows, blocks=tuple(blocks))
 
     def report_of(self, staged: StagedAdapter) -> LoadReport:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import NoReturn
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -63,14 +64,34 @@ def stage(
         views, blocks = _packed(parts, sources, unused, adapter, layout)
         more, sums = _dora_parts(adapter, layout, parts, views)
         more_views, more_blocks = _packed(more, sums, unused, adapter, layout)
+    rows = by_buffer([*parts, *more], [*views, *more_views])
     return StagedAdapter(
         source=adapter.source,
         targets=tuple(module.target for module in adapter.modules),
         scaling=tuple(module.scaling for module in adapter.modules),
         ranks=tuple(module.rank for module in adapter.modules),
-        rows=by_buffer([*parts, *more], [*views, *more_views]),
+        rows=rows | _scaling_rows(adapter, rows, layout),
         blocks=(*blocks, *more_blocks),
     )
+
+
+def _scaling_rows(
+    adapter: Adapter, rows: Mapping[str, StagedRows], layout: Layout
+) -> dict[str, StagedRows]:
+    """What goes into ``scaling``: the same for each row of a module, in one piece of memory."""
+    if "lora_A" not in rows:
+        return {}
+    scaling = {module.target: module.scaling for module in adapter.modules}
+    counts = dict(zip(rows["lora_A"].targets, rows["lora_A"].counts, strict=True))
+    targets = sorted(counts, key=lambda target: (counts[target], target))
+    each = [counts[target] for target in targets]
+    with np.errstate(over="ignore"):  # the bank refuses what is out of range
+        values = np.array([scaling[target] for target in targets]).astype(np.float32)
+    with torch.inference_mode(False):
+        memory = torch.from_numpy(np.repeat(values, each)[:, None])
+        if any(_buffer(layout.targets[target], "lora_A").is_cuda for target in targets):
+            memory = memory.pin_memory()
+        return {"scaling": StagedRows(tuple(targets), torch.split(memory, each))}
 
 
 def _parts(adapter: Adapter, layout: Layout) -> tuple[list[Part], list[Tensor]]:

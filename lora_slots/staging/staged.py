@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -16,7 +17,6 @@ from lora_slots.errors import ArgumentError
 # Numbers of any dtype as integers of the same size, and the dtypes of those.
 Bits = NDArray[np.signedinteger]
 _LARGEST = float(np.finfo(np.float32).max)
-_ZERO = np.float32(0)
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -57,7 +57,8 @@ class StagedAdapter:
         targets: Indices of its target modules in the layout.
         scaling: ``alpha / r`` or ``alpha / sqrt(r)``, one per target module.
         ranks: The rank of each target module.
-        rows: For each buffer by its name, what goes into the first rows of a slot.
+        rows: For each buffer by its name, what goes into the first rows of a slot; in ``scaling``,
+            the first columns.
         blocks: The memory that ``lora_A`` and ``lora_B`` share, one flat block per dtype and width;
             none in a copy.
     """
@@ -73,17 +74,6 @@ class StagedAdapter:
     def rank(self) -> int:
         """The largest of ``ranks``."""
         return max(self.ranks)
-
-    @functools.cached_property
-    def scaling_by_row(self) -> NDArray[np.float32]:
-        """The scaling of each row of each target module: ``[targets, rank]``, 0 for rows beyond.
-
-        Raises:
-            ArgumentError: A scaling leaves the range of float32.
-        """
-        self.check_weight(1.0)
-        scaling = np.array(self.scaling, dtype=np.float32)[:, None]
-        return np.where(np.arange(self.rank) < np.array(self.ranks)[:, None], scaling, _ZERO)
 
     @functools.cached_property
     def _largest_scaling(self) -> float:
@@ -103,8 +93,9 @@ class StagedAdapter:
 
     @property
     def nbytes(self) -> int:
-        """The size of its tensors in bytes."""
-        return sum(t.numel() * t.element_size() for rows in self.rows.values() for t in rows.rows)
+        """The size of its tensors in bytes; what scales them is not counted."""
+        rows = (rows.rows for name, rows in self.rows.items() if name != "scaling")
+        return sum(tensor.nbytes for tensor in itertools.chain.from_iterable(rows))
 
     def __reduce__(self) -> tuple[object, ...]:
         """Pickle each tensor alone: a view would bring the whole block along."""
