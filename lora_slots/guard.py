@@ -22,7 +22,9 @@ from lora_slots.layers.watch import listen
 from lora_slots.layout import Layout
 
 _OWN_CODE = tuple(os.path.join(os.path.dirname(file), "") for file in (torch.__file__, __file__))
-_ROWS_DIFFER = re.compile(r"_buffers\['(lora_A|lora_B|scaling)'\]' size mismatch|\.low_rank ==")
+_ROWS_DIFFER = re.compile(
+    r"_buffers\['(lora_A|lora_B|scaling)'\]' size mismatch|\.(low_rank|idle) =="
+)
 _FAILED_GUARD = re.compile(r"^\s*- (?:\d+/\d+: )?(?P<guard>.+?)(?:\s+# .*)?$", re.MULTILINE)
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from lora_slots.bank.memory import Memory
 from lora_slots.bank.places import Copies, Home, Slab, homes, progressions
 from lora_slots.layers import SlotLayer
-from lora_slots.layers.base import BY_RANK
+from lora_slots.layers.lora import BY_RANK
 from lora_slots.staging.copying import for_each, sent
 from lora_slots.staging.staged import Bits, StagedRows
 

@@ -99,6 +99,7 @@ class RouteWriter:
         for target in layout:
             assert isinstance(target.slots, LoraSlots)
             target.slots.path = target.path
+            target.slots.routing = True
             self._layers.append(target.slots)
         self._generation = -1
         self._routes: dict[torch.device, Routes] = {}

@@ -8,7 +8,7 @@ from dataclasses import replace
 from lora_slots.bank.buffers import Buffers, Start
 from lora_slots.bank.state import BankState
 from lora_slots.layers import SlotLayer
-from lora_slots.layers.base import BY_RANK
+from lora_slots.layers.lora import BY_RANK
 from lora_slots.staging.staged import StagedAdapter, StagedRows
 
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from torch import nn
 
-from lora_slots.layers.base import LoraSlots, SlotLayer, SlotSizes
+from lora_slots.layers.base import SlotLayer, SlotSizes
 from lora_slots.layers.conv import CONVOLUTIONS
 from lora_slots.layers.conv1d import CONV1D
 from lora_slots.layers.embedding import EMBEDDING
 from lora_slots.layers.kind import LayerKind
 from lora_slots.layers.linear import LINEAR
+from lora_slots.layers.lora import LoraSlots
 from lora_slots.layers.mix import Mix
 from lora_slots.layers.routes import Routes
 

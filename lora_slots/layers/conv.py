@@ -12,9 +12,10 @@ from torch import Tensor, nn
 
 from lora_slots.errors import UnsupportedAdapterError
 from lora_slots.layers import watch
-from lora_slots.layers.base import LoraSlots, SlotSizes
+from lora_slots.layers.base import SlotSizes
 from lora_slots.layers.kind import LayerKind, runs_as
 from lora_slots.layers.linear import factors, with_bias, with_dora
+from lora_slots.layers.lora import LoraSlots
 from lora_slots.layers.quantized import dequantized
 from lora_slots.layers.routes import RowFactors, row_factors
 
@@ -43,6 +44,8 @@ class ConvSlots(LoraSlots):
         """
         if not torch.compiler.is_compiling():
             watch.notify(self)
+        if self.idle:
+            return y
         channels = y.ndim - len(base.kernel_size) - 1
         rows = row_factors(self, y, batched=channels == 1)
         if not self.low_rank:

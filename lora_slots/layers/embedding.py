@@ -10,9 +10,10 @@ from torch import Tensor, nn
 
 from lora_slots.errors import UnsupportedAdapterError
 from lora_slots.layers import watch
-from lora_slots.layers.base import LoraSlots, SlotSizes
+from lora_slots.layers.base import SlotSizes
 from lora_slots.layers.kind import LayerKind, runs_as
 from lora_slots.layers.linear import add_rows, with_bias
+from lora_slots.layers.lora import LoraSlots
 from lora_slots.layers.quantized import dequantized
 from lora_slots.layers.routes import row_factors
 from lora_slots.layers.tokens import replace_rows
@@ -38,6 +39,8 @@ class EmbeddingSlots(LoraSlots):
         """
         if not torch.compiler.is_compiling():
             watch.notify(self)
+        if self.idle:
+            return y
         scale = _scale(base, y.dtype)
         if not y.is_meta and torch.is_autocast_enabled(y.device.type):
             with torch.autocast(y.device.type, enabled=False):

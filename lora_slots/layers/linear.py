@@ -9,8 +9,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lora_slots.layers import watch
-from lora_slots.layers.base import LoraSlots, SlotSizes
+from lora_slots.layers.base import SlotSizes
 from lora_slots.layers.kind import LayerKind
+from lora_slots.layers.lora import LoraSlots
 from lora_slots.layers.quantized import dequantized, is_hqq
 from lora_slots.layers.routes import RowFactors, along, row_factors
 from lora_slots.layers.tokens import replace_outputs
@@ -52,6 +53,8 @@ class LinearSlots(LoraSlots):
         """
         if not torch.compiler.is_compiling():
             watch.notify(self)
+        if self.idle:
+            return y
         rows = row_factors(self, y)
         total = self._with_rows(x, y, base, rows) if self.low_rank else with_bias(self, y, rows)
         if self.token_rows is not None:

@@ -13,9 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from lora_slots.layers import watch
-from lora_slots.layers.base import LoraSlots, SlotSizes
+from lora_slots.layers.base import SlotSizes
 from lora_slots.layers.kind import LayerKind
 from lora_slots.layers.linear import add_product, factors
+from lora_slots.layers.lora import LoraSlots
 from lora_slots.layers.parameter import has_parameter, own_parameter, parameter_kind
 
 

@@ -12,7 +12,7 @@ from lora_slots.errors import ArgumentError
 from lora_slots.layers.base import SlotLayer, followed
 
 if TYPE_CHECKING:
-    from lora_slots.layers.base import LoraSlots
+    from lora_slots.layers.lora import LoraSlots
 
 
 class Routes(SlotLayer):

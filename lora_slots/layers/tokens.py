@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lora_slots.layers.base import LoraSlots
+from lora_slots.layers.lora import LoraSlots
 from lora_slots.layers.routes import RowFactors, along
 
 
