@@ -91,7 +91,7 @@ class Roster:
 
     def _recent(self, *names: str) -> tuple[str, ...]:
         """With what was in use until now and then ``names`` as those used last."""
-        routed = self.routed_names
+        routed = self.routed_names if self.routing or self.outer else ()
         until_now = [n for n in self.recent if self.entries[n].active or n in routed]
         recent = dict.fromkeys(self.recent)
         for name in (*until_now, *names):

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
+import os
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from typing import TypeVar
 
 import torch
@@ -12,7 +14,7 @@ from torch import Tensor
 
 # Below this many bytes, starting threads costs more than they save.
 _WORTH_THREADS = 40_000_000
-_TURNS = 4
+_TURNS = 8
 _Item = TypeVar("_Item")
 _Result = TypeVar("_Result")
 
@@ -33,9 +35,31 @@ def for_each(
     # Few turns each: to hand out hundreds of items takes as long as tens of megabytes do.
     size = -(-len(items) // (workers * _TURNS))
     turns = [items[first : first + size] for first in range(0, len(items), size)]
-    with ThreadPoolExecutor(workers) as pool:
-        done = pool.map(lambda turn: [func(item) for item in turn], turns)
-        return list(itertools.chain.from_iterable(done))
+    done: list[list[_Result]] = [[] for _ in turns]
+    rest = iter(range(len(turns)))  # one at a time takes from it: the one with the GIL
+
+    def take_turns() -> None:
+        for turn in rest:
+            done[turn] = [func(item) for item in turns[turn]]
+
+    others = [_helpers().submit(take_turns) for _ in range(workers - 1)]
+    try:
+        take_turns()
+    finally:
+        wait(others)
+    for other in others:
+        other.result()
+    return list(itertools.chain.from_iterable(done))
+
+
+@functools.cache
+def _helpers() -> ThreadPoolExecutor:
+    """Threads that stay, since to start some takes milliseconds when caches are cold."""
+    return ThreadPoolExecutor(max(torch.get_num_threads() - 1, 1), "lora_slots")
+
+
+# A forked process has none of them.
+os.register_at_fork(after_in_child=_helpers.cache_clear)
 
 
 def sent(rows: Sequence[Tensor], device: torch.device) -> list[Tensor]:

@@ -130,8 +130,11 @@ class Packing:
             rows = sum(block.counts)
             memory = _memory(rows * block.width, block.dtype, spare, pinned=block.pinned)
             blocks.append(memory)
-            matrices.append(memory.view(rows, block.width))
-            of_parts = torch.split(matrices[-1], list(block.counts))
+            matrix = memory.view(rows, block.width)
+            bits = as_bits(matrix)
+            assert bits is not None
+            matrices.append((matrix, bits))
+            of_parts = torch.split(matrix, list(block.counts))
             for index, view in zip(block.parts, of_parts, strict=True):
                 views[index] = view
         nbytes = sum(memory.nbytes for memory in blocks)
@@ -170,24 +173,21 @@ def _memory(numel: int, dtype: torch.dtype, spare: list[Tensor], *, pinned: bool
     return torch.empty(numel, dtype=dtype, device="cpu", pin_memory=pinned)
 
 
-def _fill_run(sources: Sequence[Tensor | Bits], matrices: Sequence[Tensor], run: _Run) -> bool:
+def _fill_run(
+    sources: Sequence[Tensor | Bits], matrices: Sequence[tuple[Tensor, Bits]], run: _Run
+) -> bool:
     """Copy parts into their rows. Returns whether every value is finite after that."""
-    rows = matrices[run.block]
-    bits = as_bits(rows)
-    assert bits is not None
-    # Autograd's mode is a thread's own.
-    with torch.no_grad():
-        for index, start, stop in zip(
-            run.parts, run.starts, (*run.starts[1:], run.stop), strict=True
-        ):
-            source = sources[index]
-            if isinstance(source, Tensor) and rows.dtype == source.dtype:
-                source = source if (own := as_bits(source)) is None else own
-            if isinstance(source, Tensor):
+    rows, bits = matrices[run.block]
+    for index, start, stop in zip(run.parts, run.starts, (*run.starts[1:], run.stop), strict=True):
+        source = sources[index]
+        if isinstance(source, Tensor) and rows.dtype == source.dtype:
+            source = source if (own := as_bits(source)) is None else own
+        if isinstance(source, Tensor):
+            with torch.no_grad():  # which is a thread's own
                 rows[start:stop].copy_(source)
-            else:
-                # numpy copies faster than torch, and waits for no other thread.
-                _copy_rows(bits[start:stop], source)
+        else:
+            # numpy copies faster than torch, and waits for no other thread.
+            _copy_rows(bits[start:stop], source)
     return _all_finite(rows.dtype, bits[run.starts[0] : run.stop])
 
 
