@@ -19,17 +19,19 @@ from lora_slots.errors import AdapterFileError
 from lora_slots.layout import Layout
 from lora_slots.reading import RawAdapter, Source, read_adapter
 from lora_slots.reading.mapped import MappedTensors
+from lora_slots.recent import Recent
 from lora_slots.report import LoadReport
 from lora_slots.resolve.pairing import read_settings
 from lora_slots.resolve.resolving import Adapter, resolve
 from lora_slots.staging.compress import compress, rank_limit
-from lora_slots.staging.outline import Outline, Outlines
+from lora_slots.staging.outline import Outline
 from lora_slots.staging.stage import stage
 from lora_slots.staging.staged import StagedAdapter
 
 CompressTo = int | Literal["max_rank"] | None
 # What a config says of some modules only, which a load must look for in it.
 _PATTERNS = ("rank_pattern", "alpha_pattern")
+_MOST_OUTLINES = 32
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
 
@@ -73,7 +75,7 @@ class Loader:
     def __init__(self, layout: Layout, *, max_rank: int, cache_bytes: int) -> None:
         """Start with an empty cache."""
         self.cache = StagedCache(cache_bytes)
-        self._outlines = Outlines()
+        self._outlines: Recent[Hashable, Outline] = Recent(_MOST_OUTLINES)
         self._layout = layout
         self._max_rank = max_rank
 

@@ -38,7 +38,6 @@ from lora_slots import AdapterFileError, LoadReport, SlotManager, TargetMismatch
 from lora_slots.loading import Loader
 from lora_slots.reading import read_adapter
 from lora_slots.resolve.resolving import resolve
-from lora_slots.staging import outline
 
 SETTINGS = {"r": 4, "lora_alpha": 8}
 LAST = f"base_model.model.{TOY_MODULES[-1]}"
@@ -390,9 +389,9 @@ def test_models_have_their_own_outcomes(tmp_path: Path) -> None:
 
 
 def test_only_the_headers_used_last_are_known(tmp_path: Path) -> None:
-    manager = SlotManager(toy(), max_rank=8)
     paths = [toy_folder(tmp_path / str(n), lora_alpha=n + 1) for n in range(3)]
-    with patch.object(outline, "_MOST_KNOWN", 2):
+    with patch.object(loading, "_MOST_OUTLINES", 2):
+        manager = SlotManager(toy(), max_rank=8)
         with resolving(3):
             for path in paths[:2]:
                 load(manager, path)

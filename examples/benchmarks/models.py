@@ -13,6 +13,8 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+_DIGITS = 8
+
 
 @dataclass(frozen=True)
 class Shape:
@@ -146,10 +148,18 @@ def write_adapter(folder: Path, shape: Shape, rank: int, seed: int) -> Path:
         for side, tensor in (("A", piece(rank, inputs)), ("B", piece(outputs, rank)))
     }
     folder.mkdir(parents=True, exist_ok=True)
-    save_file(tensors, folder / "adapter_model.safetensors")
+    save_file(tensors, folder / "adapter_model.safetensors", {"number": f"{0:0{_DIGITS}}"})
     config = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=list(shape.linears))
     config.save_pretrained(str(folder))
     return folder
+
+
+def change_header(folder: Path, number: int) -> None:
+    """Let the header of an adapter's file say another number than it did."""
+    with open(folder / "adapter_model.safetensors", "r+b") as file:
+        begin = file.read(1024).index(b'"number":"') + len(b'"number":"')
+        file.seek(begin)
+        file.write(b"%0*d" % (_DIGITS, number))
 
 
 def write_pair(root: Path, shape: Shape, rank: int) -> list[Path]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import itertools
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from peft import PeftModel
@@ -15,6 +16,7 @@ from benchmarks.models import (
     Shape,
     Weights,
     base_weights,
+    change_header,
     check_equal,
     peft_model,
     write_adapter,
@@ -25,6 +27,7 @@ from lora_slots import SlotManager
 CACHE = 8 << 30
 COPY = "memcpy of its bytes"
 HOTSWAP = "PEFT hotswap_adapter"
+UNSEEN = f"{OURS}, a header not seen before"
 RANKS = (4, 8, 16, 32, 64, 128, 256)
 SINGLE_LOADS = 64
 
@@ -46,6 +49,17 @@ def hotswap(model: PeftModel, harness: Harness, paths: list[Path]) -> Run:
     )
 
 
+def unseen(load: Callable[[Path], object], paths: list[Path]) -> Run:
+    """Loads of files that no other file has the header of: nothing is known of them."""
+    numbers = itertools.count(1)
+
+    def load_unseen(path: Path) -> None:
+        change_header(path, next(numbers))
+        load(path)
+
+    return alternating(load_unseen, paths)
+
+
 def against_peft(harness: Harness, weights: Weights) -> Iterator[Figure]:
     """`load` from disk and from the cache, at rank 8 and 64."""
     shape = harness.large
@@ -56,13 +70,19 @@ def against_peft(harness: Harness, weights: Weights) -> Iterator[Figure]:
     cache = SlotManager(cache_model, max_rank=64, cache_bytes=CACHE)
     x = harness.input(shape, 1)
     for rank, pair in files.items():
-        swaps = {OURS: alternating(disk.load, pair), HOTSWAP: hotswap(theirs, harness, pair)}
+        own = write_pair(harness.root / "unseen", shape, rank)
+        swaps = {
+            OURS: alternating(disk.load, pair),
+            UNSEEN: unseen(disk.load, own),
+            HOTSWAP: hotswap(theirs, harness, pair),
+        }
         cached = alternating(cache.load, pair)
         for _ in pair:
             for swap in (*swaps.values(), cached):
                 swap()
             check_equal([theirs, disk_model, cache_model], x)
         yield harness.compare(f"load from disk, rank {rank}", swaps)
+        _remove(own)
         nbytes = cache.check(pair[0]).nbytes
         swaps = {OURS: cached, HOTSWAP: swaps[HOTSWAP], COPY: harness.copy_of(nbytes)}
         yield harness.compare(f"load from the cache, rank {rank}", swaps)

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from lora_slots.errors import AdapterFileError, UnsupportedAdapterError
 from lora_slots.reading.mapped import Entry, Header, MappedTensors
+from lora_slots.recent import Recent
 
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
 
@@ -73,8 +74,7 @@ def read_weights(
 
 # Files of one training set-up differ in their data alone. What safetensors makes of a file follows
 # from its header and its size.
-_known_headers: dict[tuple[bytes, int], Header] = {}
-_MOST_KNOWN = 64
+_known_headers: Recent[tuple[bytes, int], Header] = Recent(64)
 
 
 def _header_of(path: str, stream: BinaryIO) -> Header:
@@ -92,9 +92,7 @@ def _header_of(path: str, stream: BinaryIO) -> Header:
             header = _read_header(text, size, file)
         if not os.path.samestat(os.fstat(stream.fileno()), os.stat(path)):
             raise OSError(f"{path} was replaced while it was read")
-        if len(_known_headers) >= _MOST_KNOWN:
-            _known_headers.clear()
-        _known_headers[text, size] = header
+        _known_headers.put((text, size), header)
     return header
 
 

@@ -6,9 +6,7 @@ of them is the same then, unless it depends on values, and need not be found aga
 
 from __future__ import annotations
 
-import threading
-from collections import OrderedDict
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -23,9 +21,6 @@ from lora_slots.resolve.resolving import Adapter
 from lora_slots.staging.packing import NotFiniteError, Packing, Part
 from lora_slots.staging.stage import as_rows, by_buffer, part_of
 from lora_slots.staging.staged import Bits, StagedAdapter
-
-# How many outlines are kept.
-_MOST_KNOWN = 32
 
 
 @dataclass(frozen=True, eq=False)
@@ -135,36 +130,3 @@ class Outline:
             nbytes=staged.nbytes,
             compressed={},
         )
-
-
-class Outlines:
-    """The outlines of the files that were loaded last; for any threads."""
-
-    def __init__(self) -> None:
-        """Start empty."""
-        self._known: OrderedDict[Hashable, Outline] = OrderedDict()
-        self._lock = threading.Lock()
-
-    def __reduce__(self) -> tuple[object, ...]:
-        """Copies and pickles start empty: they are of other models."""
-        return type(self), ()
-
-    def __len__(self) -> int:
-        """How many outlines are kept."""
-        return len(self._known)
-
-    def get(self, key: Hashable) -> Outline | None:
-        """The outline of a file, if it is known; ``key`` is all that it follows from."""
-        with self._lock:
-            outline = self._known.get(key)
-            if outline is not None:
-                self._known.move_to_end(key)
-            return outline
-
-    def put(self, key: Hashable, outline: Outline) -> None:
-        """Keep an outline, and let go of the one not used for longest where there are too many."""
-        with self._lock:
-            self._known[key] = outline
-            self._known.move_to_end(key)
-            if len(self._known) > _MOST_KNOWN:
-                self._known.popitem(last=False)
