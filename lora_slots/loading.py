@@ -133,9 +133,11 @@ class Loader:
         self._warn_of_other_base(raw.source, adapter.base_model)
         if rank is not None:
             adapter = compress(adapter, rank, self._layout)
-        staged = stage(adapter, self._layout, max_rank=self._max_rank, spare=spare())
+        staged, packing = stage(adapter, self._layout, max_rank=self._max_rank, spare=spare())
         report = _report(adapter, staged)
-        outline = None if key is None else Outline.of(raw, adapter, self._layout, staged, report)
+        outline = (
+            None if key is None else Outline.of(raw, adapter, self._layout, staged, packing, report)
+        )
         if outline is not None:
             self._outlines.put(key, outline)
         return staged, report

@@ -237,7 +237,8 @@ def test_after_a_refused_nan_the_next_adapter_and_weight_0_are_clean() -> None:
 
 def staged(model: nn.Module, tensors: dict[str, Tensor], **options: Any) -> StagedAdapter:
     layout = SlotManager(model, max_rank=8, **options)._layout
-    return stage(resolve(read_adapter(tensors), layout), layout, max_rank=8)
+    staged, _ = stage(resolve(read_adapter(tensors), layout), layout, max_rank=8)
+    return staged
 
 
 def blocks_of(tensors: Iterable[Tensor]) -> set[int]:

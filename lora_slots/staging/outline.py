@@ -18,8 +18,8 @@ from lora_slots.reading import RawAdapter
 from lora_slots.reading.mapped import Cut, MappedTensors
 from lora_slots.report import LoadReport
 from lora_slots.resolve.resolving import Adapter
-from lora_slots.staging.packing import NotFiniteError, Packing, Part
-from lora_slots.staging.stage import as_rows, by_buffer, part_of
+from lora_slots.staging.packing import NotFiniteError, Packing
+from lora_slots.staging.stage import as_rows, by_buffer
 from lora_slots.staging.staged import Bits, StagedAdapter
 
 
@@ -39,7 +39,6 @@ class Outline:
     # Of each part: where the file has it, and the slots that it goes into.
     _cuts: tuple[Cut, ...]
     _slots: tuple[SlotLayer, ...]
-    _parts: tuple[Part, ...]
     # The names of those tensors that are not of their buffer's dtype, by the index of the part.
     _cast: Mapping[int, str]
     _packing: Packing
@@ -51,6 +50,7 @@ class Outline:
         adapter: Adapter,
         layout: Layout,
         staged: StagedAdapter,
+        packing: Packing,
         report: LoadReport,
     ) -> Outline | None:
         """The outline of ``raw``, and of what was made of it.
@@ -62,8 +62,8 @@ class Outline:
         if not isinstance(tensors, MappedTensors) or adapter.skipped or adapter.compressed:
             return None
         keys = {id(tensor): key for key, tensor in tensors.items()}
-        cuts, slots = [], []
-        parts: list[Part] = []
+        cuts: list[Cut] = []
+        slots: list[SlotLayer] = []
         cast: dict[int, str] = {}
         for module in adapter.modules:
             if module.magnitude is not None or module.outer is not None or module.others:
@@ -71,14 +71,12 @@ class Outline:
             target = layout.targets[module.target]
             for name, tensor in (("lora_A", module.lora_A), ("lora_B", module.lora_B)):
                 key = keys.pop(id(tensor), None)
-                if key is None:
+                if key is None or tensor is None:
                     return None
-                part = part_of(target, module.target, name)
-                if tensors[key].dtype != part.dtype:
-                    cast[len(parts)] = key
+                if tensor.dtype != packing.parts[len(cuts)].dtype:
+                    cast[len(cuts)] = key
                 cuts.append(tensors.cut(key, transposed=name == "lora_B"))
                 slots.append(target.slots)
-                parts.append(part)
         if keys:
             return None
         return cls(
@@ -87,9 +85,8 @@ class Outline:
             base_model=adapter.base_model,
             _cuts=tuple(cuts),
             _slots=tuple(slots),
-            _parts=tuple(parts),
             _cast=cast,
-            _packing=Packing.of(parts, [cut.shape for cut in cuts]),
+            _packing=packing,
         )
 
     def stage(self, raw: RawAdapter, spare: Callable[[], Sequence[Tensor]]) -> StagedAdapter | None:
@@ -105,7 +102,7 @@ class Outline:
         """
         tensors = raw.tensors
         assert isinstance(tensors, MappedTensors)
-        for slots, part in zip(self._slots, self._parts, strict=True):
+        for slots, part in zip(self._slots, self._packing.parts, strict=True):
             buffer = slots._buffers.get(part.buffer)
             if buffer is None or buffer.dtype != part.dtype or buffer.device != part.device:
                 return None
@@ -113,12 +110,12 @@ class Outline:
         # What inference_mode makes could not be overwritten outside of it.
         with torch.inference_mode(False), torch.no_grad():
             for index, key in self._cast.items():
-                sources[index] = as_rows(self._parts[index].buffer, tensors[key])
+                sources[index] = as_rows(self._packing.parts[index].buffer, tensors[key])
             try:
                 views, blocks = self._packing.fill(sources, list(spare()))
             except NotFiniteError:
                 return None
-        rows = {**self.staged.rows, **by_buffer(self._parts, views)}
+        rows = {**self.staged.rows, **by_buffer(self._packing.parts, views)}
         return replace(self.staged, source=raw.source, rows=rows, blocks=tuple(blocks))
 
     def report_of(self, staged: StagedAdapter) -> LoadReport:

@@ -75,8 +75,13 @@ class _Block:
 
 @dataclass(frozen=True, eq=False)
 class Packing:
-    """Which rows of which block parts are copied into: one block per dtype and width."""
+    """Which rows of which block parts are copied into: one block per dtype and width.
 
+    Attributes:
+        parts: The parts.
+    """
+
+    parts: tuple[Part, ...]
     _blocks: tuple[_Block, ...]
     _runs: tuple[_Run, ...]
 
@@ -105,7 +110,7 @@ class Packing:
             for (dtype, width), own in groups.items()
         )
         runs = (run for number, block in enumerate(blocks) for run in _runs(number, block))
-        return cls(blocks, tuple(runs))
+        return cls(tuple(parts), blocks, tuple(runs))
 
     def fill(
         self, sources: Sequence[Tensor | Bits], spare: list[Tensor]

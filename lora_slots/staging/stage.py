@@ -35,7 +35,7 @@ _SHOWN = {"dora": "the DoRA magnitude, or a norm for it,"}
 
 def stage(
     adapter: Adapter, layout: Layout, *, max_rank: int, spare: Sequence[Tensor] = ()
-) -> StagedAdapter:
+) -> tuple[StagedAdapter, Packing]:
     """Check an adapter against the buffers it is meant for, and copy it into packed host memory.
 
     Args:
@@ -43,6 +43,9 @@ def stage(
         layout: The model's target modules, with slots attached.
         max_rank: The number of rows of a slot.
         spare: Host memory that may be overwritten and kept, to spare the cost of fresh pages.
+
+    Returns:
+        The adapter, and where what the file has for it went.
 
     Raises:
         RankTooLargeError: A rank is above ``max_rank``.
@@ -60,12 +63,14 @@ def stage(
     # What inference_mode makes could not be overwritten outside of it.
     with torch.inference_mode(False), torch.no_grad():
         parts, sources = _parts(adapter, layout)
+        packing = Packing.of(parts, [rows.shape for rows in sources])
         unused = list(spare)
-        views, blocks = _packed(parts, sources, unused, adapter, layout)
+        views, blocks = _packed(packing, sources, unused, adapter, layout)
         more, sums = _dora_parts(adapter, layout, parts, views)
-        more_views, more_blocks = _packed(more, sums, unused, adapter, layout)
+        more_packing = Packing.of(more, [rows.shape for rows in sums])
+        more_views, more_blocks = _packed(more_packing, sums, unused, adapter, layout)
     rows = by_buffer([*parts, *more], [*views, *more_views])
-    return StagedAdapter(
+    staged = StagedAdapter(
         source=adapter.source,
         targets=tuple(module.target for module in adapter.modules),
         scaling=tuple(module.scaling for module in adapter.modules),
@@ -73,6 +78,7 @@ def stage(
         rows=rows | _scaling_rows(adapter, rows, layout),
         blocks=(*blocks, *more_blocks),
     )
+    return staged, packing
 
 
 def _scaling_rows(
@@ -122,7 +128,7 @@ def part_of(target: Target, index: int, name: str) -> Part:
 
 
 def _packed(
-    parts: Sequence[Part],
+    packing: Packing,
     sources: Sequence[Tensor],
     spare: list[Tensor],
     adapter: Adapter,
@@ -130,9 +136,9 @@ def _packed(
 ) -> tuple[list[Tensor], list[Tensor]]:
     """The rows of each part in the dtype of its buffer, and the blocks that hold them."""
     try:
-        return Packing.of(parts, [rows.shape for rows in sources]).fill(sources, spare)
+        return packing.fill(sources, spare)
     except NotFiniteError as error:
-        part, source = parts[error.index], sources[error.index]
+        part, source = packing.parts[error.index], sources[error.index]
         _raise_not_finite(part, source, error.rows, adapter, layout)
 
 
