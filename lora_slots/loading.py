@@ -17,7 +17,7 @@ from torch import Tensor
 from lora_slots.cache import Cached, StagedCache, base_state, identity
 from lora_slots.errors import AdapterFileError
 from lora_slots.layout import Layout
-from lora_slots.reading import RawAdapter, Source, read_adapter
+from lora_slots.reading import RawAdapter, Source, read_file
 from lora_slots.reading.mapped import MappedTensors
 from lora_slots.recent import Recent
 from lora_slots.report import LoadReport
@@ -118,7 +118,7 @@ class Loader:
         rank: int | None,
         spare: Callable[[], Sequence[Tensor]],
     ) -> tuple[StagedAdapter, LoadReport]:
-        raw = source if isinstance(source, RawAdapter) else read_adapter(source)
+        raw = source if isinstance(source, RawAdapter) else read_file(source)
         # What is cached must not be overwritten, so that there is nothing to spare.
         spare = tuple if self.cache.limit else spare
         key = None if raw is source else _outlined_by(raw, strict, rank)

@@ -33,13 +33,13 @@ MEGABYTE = 1 << 20
 def reads(monkeypatch: pytest.MonkeyPatch) -> list[object]:
     """Every source that is read from now on."""
     seen: list[object] = []
-    original = loading_module.read_adapter
+    original = loading_module.read_file
 
     def spy(source: object) -> object:
         seen.append(source)
         return original(source)
 
-    monkeypatch.setattr(loading_module, "read_adapter", spy)
+    monkeypatch.setattr(loading_module, "read_file", spy)
     return seen
 
 

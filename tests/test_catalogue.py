@@ -105,7 +105,7 @@ def test_the_other_arguments_are_those_of_the_load(tmp_path):
 
 
 def test_adding_thousands_reads_nothing(monkeypatch):
-    monkeypatch.setattr(loading_module, "read_adapter", None)
+    monkeypatch.setattr(loading_module, "read_file", None)
     manager = SlotManager(toy(), max_rank=8)
     for number in range(5000):
         manager.add(f"n{number}", f"no/such/folder/{number}")
@@ -190,7 +190,7 @@ def test_if_one_of_several_cannot_be_loaded_nothing_changes(crowded, call, names
 
 def test_what_is_refused_anyway_reads_no_file(tmp_path, monkeypatch):
     _, manager = with_catalogue(folders(tmp_path, 4))
-    monkeypatch.setattr(loading_module, "read_adapter", None)
+    monkeypatch.setattr(loading_module, "read_file", None)
     with pytest.raises(ArgumentError, match="finite"):
         manager.set_adapters("n0", float("nan"))
     with pytest.raises(ArgumentError, match="repeat"):

@@ -30,17 +30,22 @@ def test_other_tensors(key: str, kind: str, strict: bool) -> None:
     assert text.startswith(f"{key} in adapter <tensors in memory>")
 
 
-def test_layers_without_inputs_or_outputs_take_adapters_like_others() -> None:
+@pytest.mark.parametrize(("dtype", "rank"), [(torch.float32, 2), (torch.bfloat16, 32)])
+def test_layers_without_inputs_or_outputs_take_adapters_like_others(
+    dtype: torch.dtype, rank: int
+) -> None:
     with pytest.warns(UserWarning, match="zero-element"):
         model = nn.Sequential(nn.Linear(0, 4), nn.Linear(4, 0), nn.Linear(0, 3, bias=False))
-    manager = SlotManager(model, max_rank=4)
+    model.to(dtype)
+    manager = SlotManager(model, max_rank=rank)
     sizes = [(layer.in_features, layer.out_features) for layer in model]
     tensors = {}
     for number, (inputs, outputs) in enumerate(sizes):
-        tensors[f"base_model.model.{number}.lora_A.weight"] = torch.ones(2, inputs)
-        tensors[f"base_model.model.{number}.lora_B.weight"] = torch.ones(outputs, 2)
-    base = model(torch.ones(1, 0))
-    manager.load(read_adapter(tensors, {"r": 2}))
-    assert torch.equal(model(torch.ones(1, 0)), base)
+        tensors[f"base_model.model.{number}.lora_A.weight"] = torch.ones(rank, inputs, dtype=dtype)
+        tensors[f"base_model.model.{number}.lora_B.weight"] = torch.ones(outputs, rank, dtype=dtype)
+    x = torch.ones(1, 0, dtype=dtype)
+    base = model(x)
+    manager.load(read_adapter(tensors, {"r": rank}))
+    assert torch.equal(model(x), base)
     manager.unload("default")
-    assert torch.equal(model(torch.ones(1, 0)), base)
+    assert torch.equal(model(x), base)

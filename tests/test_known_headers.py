@@ -20,6 +20,7 @@ from adapter_files import write_file
 from conv_nets import one, random
 from dora_files import dora_tensors
 from format_files import kohya
+from safetensors.torch import save_file
 from threads import Task
 from torch import Tensor, nn
 from toys import (
@@ -36,7 +37,7 @@ from toys import (
 
 from lora_slots import AdapterFileError, LoadReport, SlotManager, TargetMismatchError, loading
 from lora_slots.loading import Loader
-from lora_slots.reading import read_adapter
+from lora_slots.reading import read_adapter, read_file
 from lora_slots.resolve.resolving import resolve
 
 SETTINGS = {"r": 4, "lora_alpha": 8}
@@ -423,8 +424,17 @@ def test_threads_that_load_files_of_one_header_each_get_their_own_values(tmp_pat
 
 
 def test_what_was_read_of_a_file_can_be_copied_and_pickled(tmp_path: Path) -> None:
-    raw = read_adapter(toy_folder(tmp_path))
+    raw = read_file(toy_folder(tmp_path))
     for twin in (copy.deepcopy(raw), pickle.loads(pickle.dumps(raw))):
         (tmp_path / WEIGHTS).unlink(missing_ok=True)
         assert list(twin.tensors) == list(raw.tensors)
         assert all(torch.equal(twin.tensors[key], tensor) for key, tensor in tensors().items())
+
+
+def test_what_a_user_read_of_a_file_can_be_changed_and_saved(tmp_path: Path) -> None:
+    raw = read_adapter(toy_folder(tmp_path))
+    doubled = {key: 2 * tensor for key, tensor in raw.tensors.items()}
+    save_file(raw.tensors | doubled, tmp_path / "other.safetensors")
+    other = read_adapter(tmp_path / "other.safetensors").tensors
+    assert other.keys() == raw.tensors.keys()
+    assert all(torch.equal(other[key], tensor) for key, tensor in doubled.items())

@@ -40,7 +40,7 @@ class Reads:
         self.begun = threading.Event()
         self.go_on = threading.Event()
         self.go_on.set()
-        self._read = loading_module.read_adapter
+        self._read = loading_module.read_file
 
     def __call__(self, source: object) -> object:
         self.seen.append(Path(str(source)).name)
@@ -52,7 +52,7 @@ class Reads:
 @pytest.fixture
 def reads(monkeypatch) -> Reads:
     reads = Reads()
-    monkeypatch.setattr(loading_module, "read_adapter", reads)
+    monkeypatch.setattr(loading_module, "read_file", reads)
     return reads
 
 
@@ -312,7 +312,7 @@ def test_python_ends_at_once_while_thousands_wait_to_be_read(tmp_path):
         "from lora_slots import SlotManager\n"
         "model = nn.Sequential(nn.Linear(8, 6))\n"
         "manager = SlotManager(model, max_rank=4, cache_bytes=1 << 20)\n"
-        "loading.read_adapter = lambda source: time.sleep(0.2)\n"
+        "loading.read_file = lambda source: time.sleep(0.2)\n"
         f"for n in range(5000): manager.add(str(n), {str(tmp_path / 'a')!r})\n"
         "manager.prefetch(list(manager.catalogue))\n"
         "print('over')\n"

@@ -17,7 +17,9 @@ from toys import pairs, slot_buffers, tensors_of, toy, toy_adapter, toy_input
 
 from lora_slots import RawAdapter, SlotManager, read_adapter
 from lora_slots.bank import buffers
-from lora_slots.bank.places import progressions
+from lora_slots.bank.buffers import copy_bits
+from lora_slots.bank.places import Copies, homes, progressions
+from lora_slots.staging.staged import StagedRows
 
 LAYERS = 6
 MODULES = [f"model.layers.{n}.{name}" for n in range(LAYERS) for name in ("q_proj", "v_proj")]
@@ -278,3 +280,14 @@ def test_autograd_notices_a_load_between_forward_and_backward():
 )
 def test_progressions_are_pieces_with_equal_steps(numbers, cuts, pieces):
     assert [numbers[piece] for piece in progressions(numbers, cuts)] == pieces
+
+
+def test_rows_of_other_memory_are_not_taken_for_neighbours():
+    # Some allocators put tensors right side by side.
+    memory = torch.arange(3 * 8, dtype=torch.float32).numpy()
+    low, middle, high = (torch.from_numpy(part.reshape(2, 4)) for part in memory.reshape(3, 8))
+    buffers = torch.zeros(3, 2, 4)
+    rows = StagedRows((0, 1, 2), (middle, high, low))
+    copies = Copies.of(rows, homes(dict(enumerate(buffers))))
+    copy_bits(copies.into, copies.values)
+    assert torch.equal(buffers, torch.stack([middle, high, low]))

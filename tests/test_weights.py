@@ -252,3 +252,14 @@ def test_a_weight_that_float32_cannot_hold_with_the_scaling_is_refused(model, ma
     with pytest.raises(ArgumentError, match=r"weight 1e\+39 times scalings up to 2\.0"):
         manager.set_weight("c", 1e39)
     before.assert_unchanged(manager, model)
+
+
+def test_so_is_one_that_rounds_up_to_what_float32_cannot_hold():
+    # Each by itself rounds up, and with that their product leaves the range.
+    weight = 1 + 2**-24 + 2**-30
+    scaling = torch.finfo(torch.float32).max / weight
+    manager = SlotManager(toy(), max_rank=1)
+    manager.load(toy_adapter(1, alpha=scaling))
+    with pytest.raises(ArgumentError, match="must be a finite float32"):
+        manager.set_weight("default", weight)
+    manager.set_weight("default", 0.5)

@@ -161,3 +161,30 @@ def test_what_is_written_for_a_switch_does_not_grow_with_the_layers(
     manager.set_adapters("b")
     manager.disable_adapters()
     assert versions == {name: buffer._version for name, buffer in slot_buffers(model).items()}
+
+
+@pytest.mark.parametrize("routing", [False, True])
+def test_what_goes_to_meta_leaves_the_weights_to_the_layers_that_stay(routing: bool) -> None:
+    model = toy()
+    manager = SlotManager(model, max_rank=4, num_slots=2, routing=routing)
+    manager.load(toy_adapter(4), "a")
+    if routing:
+        manager.route(["a", None, "a"])
+    gone, stays = model.model.layers
+    output, mix = stays(toy_input()), stays.q_proj.lora_slots.mix
+    gone.to("meta")
+    assert torch.equal(stays(toy_input()), output)
+    manager.set_weight("a", 0.25)
+    assert stays.q_proj.lora_slots.mix is mix
+
+
+@pytest.mark.parametrize("cast", [torch.bfloat16, torch.float64])
+def test_a_cast_leaves_the_table_where_it_is(
+    model: nn.Module, manager: SlotManager, cast: torch.dtype
+) -> None:
+    (mix,) = mixes(model)
+    table, rows = mix.table, mix.rows
+    model.to(cast)
+    assert mix.table is table
+    assert mix.rows is rows
+    assert_mix(mix, 0.5, -2.0)

@@ -327,8 +327,9 @@ def toy_adapter(
 
 
 def places(model: nn.Module) -> dict[str, tuple[int, int]]:
-    """Which tensor every slot buffer is, and where its memory begins."""
-    return {name: (id(b), b.data_ptr()) for name, b in slot_buffers(model).items()}
+    """Which tensor every slot buffer and shared table is, and where its memory begins."""
+    tensors = slot_buffers(model) | mix_tables(model)
+    return {name: (id(tensor), tensor.data_ptr()) for name, tensor in tensors.items()}
 
 
 class Block(nn.Module):

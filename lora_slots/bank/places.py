@@ -143,7 +143,8 @@ def _gaps(parts: Sequence[Tensor]) -> Container[int]:
     addresses = [part.data_ptr() for part in parts]
     nbytes = parts[0].nbytes
     memory = parts[0].untyped_storage()
-    if addresses[-1] + nbytes > memory.data_ptr() + memory.nbytes():
+    begin, end = memory.data_ptr(), memory.data_ptr() + memory.nbytes()
+    if min(addresses) < begin or max(addresses) + nbytes > end:
         return range(len(parts))  # Of memory of their own, even if that is side by side by chance.
     pairs = itertools.pairwise(addresses)
     return {number for number, (a, b) in enumerate(pairs, 1) if b != a + nbytes}

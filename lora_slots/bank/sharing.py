@@ -70,7 +70,7 @@ class MixWriter:
             return
         self._mixes = share(self._layers, "mix", self._make)
         for device, mix in self._mixes.items():
-            if mix.table.device != device:
+            if mix.table.device != device and device.type != "meta":
                 mix.to_empty(device=device)  # which it can leave meta with, too
             self._fill(mix)
         self._generation = SlotLayer.generation
@@ -96,11 +96,16 @@ def share(
         make: Makes one for a device where no layer has one.
     """
     shared: dict[torch.device, _Shared] = {}
-    for layer in layers:
-        device = next(buffer.device for buffer in layer._buffers.values() if buffer is not None)
+    placed = [(layer, _device(layer)) for layer in layers]
+    # What layers on meta share with others is left to those, who use it.
+    for layer, device in sorted(placed, key=lambda pair: pair[1].type == "meta"):
         if device not in shared:
             known = layer._modules.get(name)
             elsewhere = any(known is other for other in shared.values())
             shared[device] = make(device) if known is None or elsewhere else known  # type: ignore[assignment]
         layer._modules[name] = shared[device]
     return shared
+
+
+def _device(layer: SlotLayer) -> torch.device:
+    return next(buffer.device for buffer in layer._buffers.values() if buffer is not None)

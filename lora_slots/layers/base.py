@@ -149,15 +149,18 @@ class SlotLayer(nn.Module):
 
 
 def followed(old: Tensor, fn: Callable[[Tensor], Tensor]) -> Tensor:
-    """What ``.to()`` and its like make of a tensor: elsewhere, but of the same dtype and values."""
+    """What ``.to()`` and its like make of a tensor: elsewhere, but of the same dtype and values.
+
+    A mere cast leaves it where it is. So does a move to ``meta``, which would lose the values for
+    layers that share it and stay.
+    """
     # What inference_mode makes could not be written outside of it.
     with torch.inference_mode(False):
         new = fn(old)
-        if new is old:
+        is_cast = new.dtype != old.dtype and new.device == old.device
+        if new is old or new.is_meta or is_cast:
             return old
         if new.dtype != old.dtype:
             new = torch.empty_like(old, device=new.device)
-        if not new.is_meta:
-            # What was on meta has no values; and ``.to_empty()`` keeps none.
-            new = torch.zeros_like(new) if old.is_meta else new.copy_(old)
-    return new
+        # What was on meta has no values; and ``.to_empty()`` keeps none.
+        return torch.zeros_like(new) if old.is_meta else new.copy_(old)

@@ -51,9 +51,21 @@ def read_adapter(
         raw = _of_mapping(source)
     else:
         raw = _of_path(source, allow_pickle=allow_pickle)
+        raw = replace(raw, tensors=dict(raw.tensors))
     if config is not None:
         raw = under_config(raw, _as_mapping(config))
     return _recognised(raw)
+
+
+def read_file(source: Source) -> RawAdapter:
+    """As `read_adapter`, but that of a safetensors file no tensor is made before it is looked at.
+
+    Raises:
+        AdapterFileError: As for `read_adapter`.
+        UnsupportedAdapterError: As for `read_adapter`; a pickle is always refused.
+        ArgumentError: The source is of the wrong type.
+    """
+    return _recognised(_of_path(source))
 
 
 def read_header(source: Source) -> RawAdapter:
@@ -113,4 +125,4 @@ def _as_mapping(config: Any) -> Mapping[str, Any]:
     return dict(config)
 
 
-__all__ = ["RawAdapter", "read_adapter", "read_header"]
+__all__ = ["RawAdapter", "read_adapter", "read_file", "read_header"]

@@ -202,7 +202,7 @@ def _copy_rows(own: NDArray[Any], source: NDArray[Any]) -> None:
     Of many 16-bit numbers, eight are moved at a time, which takes up to two fifths less time.
     """
     rows, width = own.shape
-    wide = own.itemsize == 2 and rows >= _WORTH_WIDE and rows % 8 == 0
+    wide = own.itemsize == 2 and rows >= _WORTH_WIDE and rows % 8 == 0 and width > 0
     if not (wide and source.T.flags.c_contiguous):
         np.copyto(own, source)
         return

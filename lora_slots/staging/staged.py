@@ -16,7 +16,6 @@ from lora_slots.errors import ArgumentError
 
 # Numbers of any dtype as integers of the same size, and the dtypes of those.
 Bits = NDArray[np.signedinteger]
-_LARGEST = float(np.finfo(np.float32).max)
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -85,7 +84,10 @@ class StagedAdapter:
         Raises:
             ArgumentError: The product, or the weight itself, leaves the range of float32.
         """
-        if not max(abs(weight), abs(weight) * self._largest_scaling) <= _LARGEST:
+        with np.errstate(over="ignore", invalid="ignore"):
+            rounded = np.float32(weight)  # as it is multiplied
+            product = rounded * np.float32(self._largest_scaling)
+        if not (np.isfinite(rounded) and np.isfinite(product)):
             raise ArgumentError(
                 "a weight times the adapter's scaling must be a finite float32, got weight "
                 f"{weight!r} times scalings up to {self._largest_scaling!r}"
