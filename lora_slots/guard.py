@@ -130,7 +130,11 @@ def _named_buffers(layout: Layout) -> Mapping[str, Tensor]:
         if (buffer := target.slots.whole(name)) is not None
     }
     mixes = {target.slots.mix: f"{target.path}.mix" for target in layout}
-    return buffers | {name: mix.table for mix, name in mixes.items()}
+    return buffers | {
+        f"{name}.{kind}": buffer
+        for mix, name in mixes.items()
+        for kind, buffer in mix.named_buffers()
+    }
 
 
 def _check_storage(before: Mapping[str, tuple[int, torch.device]], layout: Layout) -> None:

@@ -112,8 +112,7 @@ def test_the_repr_shows_the_slots(model):
         "  in_features=8, out_features=6, bias=True\n"
         "  (lora_slots): LinearSlots(\n"
         "    lora_A=[8, 8] float16, lora_B=[8, 6] float16, scaling=[1, 8] float32\n"
-        "    (mix): Mix()\n"
-        "    (routes): None\n"
+        "    (mix): Mix(rows=[1, 8] float32, slots=[1, 2] float32, owners=[8] int64)\n"
         "  )\n"
         ")"
     )
@@ -134,7 +133,7 @@ def test_slots_have_no_parameters_and_three_buffers_of_the_right_shape(model):
     for path in TOY_MODULES:
         slots = model.get_submodule(f"{path}.lora_slots")
         assert list(slots.parameters()) == []
-        assert {n: (tuple(b.shape), b.dtype) for n, b in slots.named_buffers()} == {
+        assert {n: (tuple(b.shape), b.dtype) for n, b in slots.named_buffers(recurse=False)} == {
             "lora_A": ((12, 8), torch.float32),
             "lora_B": ((12, 6), torch.float32),
             "scaling": ((1, 12), torch.float32),

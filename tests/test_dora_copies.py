@@ -116,7 +116,7 @@ def test_room_is_made_only_for_what_was_asked_and_state_dicts_know_nothing_of_it
         SlotManager(model, max_rank=4, num_slots=2, **options)
         assert set(model.state_dict()) == keys
         layer = model.model.layers[0].q_proj.lora_slots
-        shapes[tuple(options)] = {n: tuple(b.shape) for n, b in layer.named_buffers()}
+        shapes[tuple(options)] = {n: tuple(b.shape) for n, b in layer.named_buffers(recurse=False)}
     plain = {"lora_A": (8, 8), "lora_B": (8, 6), "scaling": (1, 8)}
     bias, dora = {"lora_bias": (2, 6)}, {"dora": (8, 6)}
     assert shapes == {

@@ -26,6 +26,7 @@ def test_a_folder_in_the_place_of_the_weights(tmp_path: Path) -> None:
 
 def test_a_folder_that_may_not_be_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = toy_folder(tmp_path)
+    (folder / WEIGHTS).rename(folder / "other.safetensors")
 
     def denied(path: str) -> list[str]:
         raise PermissionError(13, "Permission denied", path)

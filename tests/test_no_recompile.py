@@ -91,7 +91,7 @@ def test_no_buffer_is_ever_replaced_or_moved():
     model = toy()
     manager = SlotManager(model, max_rank=8, num_slots=2)
     before = places(model)
-    assert len(before) == 12 + 2  # and the table and the owners that all share
+    assert len(before) == 12 + 3  # and what all share
     for step in every_change(manager):
         assert places(model) == before, step
 

@@ -76,7 +76,7 @@ def test_the_buffers_have_exactly_as_many_rows_as_the_budget():
     model = toy()
     manager = SlotManager(model, max_rank=16, num_slots=5, rank_budget=24, dora=True, bias=True)
     slots = model.model.layers[0].q_proj.lora_slots
-    shapes = {name: list(buffer.shape) for name, buffer in slots.named_buffers()}
+    shapes = {name: list(buffer.shape) for name, buffer in slots.named_buffers(recurse=False)}
     assert shapes == {
         "lora_A": [24, 8], "lora_B": [24, 6], "scaling": [1, 24],
         "lora_bias": [5, 6], "dora": [20, 6],

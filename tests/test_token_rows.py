@@ -180,7 +180,7 @@ def test_without_lora_targets_of_their_own_embeddings_and_heads_hold_rows_alone(
     model = llama(tied=True)
     SlotManager(model, max_rank=2, num_slots=2, target_modules=["q_proj"], token_rows=3)
     for layer in (model.model.embed_tokens, model.lm_head):
-        buffers = dict(layer.lora_slots.named_buffers())
+        buffers = dict(layer.lora_slots.named_buffers(recurse=False))
         assert {name: tuple(buffer.shape) for name, buffer in buffers.items()} == {
             "token_ids": (6, 1),
             "token_rows": (6, 16),

@@ -129,11 +129,11 @@ def test_a_deactivated_adapter_keeps_its_weight(manager):
     assert manager.status().slots[2].weight == 0.75
 
 
-def test_weights_write_the_one_table_that_all_layers_share_and_nothing_else(model, manager):
+def test_weights_write_what_all_layers_share_and_nothing_else(model, manager):
     before = {name: b.clone() for name, b in slot_buffers(model).items()}
     versions = {name: b._version for name, b in slot_buffers(model).items()}
     (mix,) = (module for module in model.modules() if isinstance(module, Mix))
-    place = mix.table.data_ptr()
+    place = mix.rows.data_ptr()
     manager.set_adapters(["a", "b", "c"], [1.0, 2.0, 3.0])
     manager.set_weight("a", -1.0)
     for name, buffer in slot_buffers(model).items():
@@ -141,7 +141,7 @@ def test_weights_write_the_one_table_that_all_layers_share_and_nothing_else(mode
         assert buffer._version == versions[name], name
     assert mix.slots.tolist() == [[-1.0, 2.0, 3.0]]
     assert mix.rows.tolist() == [[-1.0] * 4 + [2.0] * 4 + [3.0] * 4]
-    assert mix.table.data_ptr() == mix.rows.data_ptr() == place
+    assert mix.rows.data_ptr() == place
     assert {id(model.get_submodule(name).lora_slots.mix) for name in TOY_MODULES} == {id(mix)}
 
 

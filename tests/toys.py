@@ -251,12 +251,13 @@ def holdings(manager: SlotManager) -> str:
     return str(replace(status, slots=slots, cache=cache, counts=Counts()))
 
 
-MIX = ("table", "owners")
+MIX = ("rows", "slots", "owners")
 
 
 def slot_buffers(model: nn.Module) -> dict[str, Tensor]:
     """Every buffer of every slot layer, by name."""
-    return {name: b for name, b in model.named_buffers() if ".lora_slots." in f".{name}"}
+    own = {name: b for name, b in model.named_buffers() if ".lora_slots." in f".{name}"}
+    return {name: buffer for name, buffer in own.items() if ".mix." not in name}
 
 
 def mix_tables(model: nn.Module) -> dict[str, Tensor]:

@@ -59,7 +59,7 @@ class LoraSlots(SlotLayer):
         super().__init__()
         slots = sizes.num_slots
         rows = sizes.rows
-        self.mix = sizes.mix
+        vars(self).update(mix=sizes.mix, routes=None)
         self.num_slots = slots
         self.low_rank = rows > 0
         self.idle = False
@@ -68,7 +68,6 @@ class LoraSlots(SlotLayer):
             self.add_buffer("lora_B", rows, out_features, sizes)
             self.add_buffer("scaling", 1, rows, sizes)
         self._whole: dict[str, Tensor] = {}
-        self.register_module("routes", None)
         for name in _BESIDE:
             self.register_buffer(name, None)
         if sizes.bias:

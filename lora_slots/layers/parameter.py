@@ -37,7 +37,7 @@ class FullSlots(SlotLayer):
     def __init__(self, numel: int, sizes: SlotSizes) -> None:
         """Allocate zeros: nothing loaded means the parameter is the base model's."""
         super().__init__()
-        self.mix = sizes.mix
+        vars(self)["mix"] = sizes.mix
         self.add_buffer("full", sizes.num_slots, numel, sizes)
         self.add_buffer("holds", sizes.num_slots, 1, sizes)
 
