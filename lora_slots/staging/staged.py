@@ -16,6 +16,8 @@ from lora_slots.errors import ArgumentError
 
 # Numbers of any dtype as integers of the same size, and the dtypes of those.
 Bits = NDArray[np.signedinteger]
+# Far enough from what float32 cannot hold for rounding not to matter.
+_SURELY_FINITE = 2.0**127
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -84,6 +86,8 @@ class StagedAdapter:
         Raises:
             ArgumentError: The product, or the weight itself, leaves the range of float32.
         """
+        if max(abs(weight), abs(weight * self._largest_scaling)) < _SURELY_FINITE:
+            return
         with np.errstate(over="ignore", invalid="ignore"):
             rounded = np.float32(weight)  # as it is multiplied
             product = rounded * np.float32(self._largest_scaling)
