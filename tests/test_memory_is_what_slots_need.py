@@ -88,12 +88,14 @@ def test_buffers_have_the_elements_of_their_rows_and_scaling(max_rank, num_slots
     for layer in model.layers:
         for name, (inputs, outputs) in shape.linears.items():
             slots = layer.get_submodule(name).lora_slots
-            sizes = {n: (b.numel(), b.dtype) for n, b in slots.named_buffers()}
+            sizes = {n: (b.numel(), b.dtype) for n, b in slots.named_buffers(recurse=False)}
             assert sizes == {
                 "lora_A": (rows * inputs, torch.bfloat16),
                 "lora_B": (rows * outputs, torch.bfloat16),
                 "scaling": (rows, torch.float32),
             }
-    added = {name for name, _ in model.named_buffers()} - before
-    assert len(added) == 3 * 2 * len(shape.linears)
+    added = {name: b.numel() for name, b in model.named_buffers() if name not in before}
+    shared = {name: n for name, n in added.items() if ".mix." in name}
+    assert sorted(shared.values()) == sorted([rows, rows, num_slots])
+    assert len(added) - len(shared) == 3 * 2 * len(shape.linears)
     assert all(isinstance(p, nn.Parameter) for p in model.parameters())

@@ -102,7 +102,7 @@ def test_a_layer_that_was_moved_without_a_word_still_finds_its_weights(
     model: nn.Module, manager: SlotManager
 ) -> None:
     slots = slotted(model)[0].lora_slots
-    for name, buffer in slots.named_buffers():
+    for name, buffer in slots.named_buffers(recurse=False):
         slots._buffers[name] = buffer.to("meta")
     assert slots.by_row().is_meta
     # The next load notices.
