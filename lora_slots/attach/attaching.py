@@ -31,12 +31,13 @@ def attach(layout: Layout, options: Options) -> None:
     for target in layout:
         refuse_unattachable(target)
     refuse_fast_path(layout)
-    mixes = {d: Mix(options.rows, options.num_slots, d) for d in set(map(_device, layout))}
+    devices = [_device(target) for target in layout]
+    mixes = {device: Mix(options.rows, options.num_slots, device) for device in set(devices)}
     made = [
-        target.kind.make(target.module, _sizes(target, layout, options, mixes[_device(target)]))
-        for target in layout
+        target.kind.make(target.module, _sizes(target, layout, options, mixes[device]))
+        for target, device in zip(layout, devices, strict=True)
     ]
-    allocate(made, [_device(target) for target in layout])
+    allocate(made, devices)
     try:
         for target, slots in zip(layout, made, strict=True):
             slots.train(target.module.training)

@@ -21,8 +21,6 @@ from lora_slots.staging.staged import Bits, StagedRows
 # From this many bytes on, torch's threads share the work; they are there already. Each of hundreds
 # of small copies would take as long as the thread that is scheduled last: those are numpy's.
 _WORTH_TORCH = 1 << 20
-# How many small arrays a thread copies before it asks for more.
-_PIECE = 16
 # Of a buffer with so many rows, the first that a slot owns.
 Start = Callable[[int], int]
 
@@ -143,13 +141,12 @@ def copy_bits(into: Sequence[Bits], values: Sequence[Bits]) -> None:
         else:
             own, value = map(torch.from_numpy, pair)
             own.copy_(value)
-    pieces = [small[first : first + _PIECE] for first in range(0, len(small), _PIECE)]
-    for_each(_copy_some, pieces, sum(value.nbytes for _, value in small))
+    for_each(_copy_pair, small, sum(value.nbytes for _, value in small))
 
 
-def _copy_some(pairs: Sequence[tuple[Bits, Bits]]) -> None:
-    for own, value in pairs:
-        own[:] = value
+def _copy_pair(pair: tuple[Bits, Bits]) -> None:
+    own, value = pair
+    own[:] = value
 
 
 def zero_bits(into: Sequence[Bits]) -> None:

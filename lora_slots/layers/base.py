@@ -41,10 +41,10 @@ class SlotSizes:
 class SlotLayer(nn.Module):
     """What all slots hold for one base layer, zero until an adapter is written into them.
 
-    A slot is a run of whole rows of every buffer but ``scaling`` and ``holds``: of ``lora_A`` and
-    ``lora_B`` those that the bank gives it, of all others as many as any slot. The buffers are made
-    once and never replaced by lora_slots, so compiled graphs and CUDA graphs keep reading the same
-    memory. They are not part of the state dict.
+    A slot is a run of whole rows of every buffer, or of columns of ``scaling``: of that, ``lora_A``
+    and ``lora_B`` those that the bank gives it, of all others as many as any slot. The buffers are
+    made once and never replaced by lora_slots, so compiled graphs and CUDA graphs keep reading the
+    same memory. They are not part of the state dict.
 
     Attributes:
         mix: With which weights adapters contribute; shared with other layers.

@@ -86,15 +86,16 @@ class StagedAdapter:
         Raises:
             ArgumentError: The product, or the weight itself, leaves the range of float32.
         """
-        if max(abs(weight), abs(weight * self._largest_scaling)) < _SURELY_FINITE:
+        largest = self._largest_scaling
+        if max(abs(weight), largest, abs(weight * largest)) < _SURELY_FINITE:
             return
         with np.errstate(over="ignore", invalid="ignore"):
             rounded = np.float32(weight)  # as it is multiplied
-            product = rounded * np.float32(self._largest_scaling)
+            product = rounded * np.float32(largest)
         if not (np.isfinite(rounded) and np.isfinite(product)):
             raise ArgumentError(
                 "a weight times the adapter's scaling must be a finite float32, got weight "
-                f"{weight!r} times scalings up to {self._largest_scaling!r}"
+                f"{weight!r} times scalings up to {largest!r}"
             )
 
     @property
