@@ -1,12 +1,11 @@
 """A load, a check or a prefetch that meets a detach in another thread says that, and no more."""
 
-import gc
 import weakref
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from threads import wait_until
+from threads import wait_until_gone
 from toys import toy, toy_adapter, toy_folder
 
 from lora_slots import AttachError, SlotManager
@@ -53,7 +52,7 @@ def test_a_prefetch_says_detached_and_keeps_no_model(tmp_path: Path, during_read
     assert isinstance(handle.errors["a"], AttachError)
     alive = weakref.ref(model), weakref.ref(manager)
     del model, manager
-    wait_until(lambda: [gc.collect(), *(reference() for reference in alive)][1:] == [None, None])
+    wait_until_gone(*alive)
 
 
 def test_an_entry_that_is_replaced_while_it_is_read_is_loaded_as_it_was(

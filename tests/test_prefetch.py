@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import gc
 import pickle
 import subprocess
 import sys
@@ -14,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from threads import LIMIT, Task, together, wait_until
+from threads import LIMIT, Task, together, wait_until, wait_until_gone
 from torch import nn
 from toys import Snapshot, holdings, slot_buffers, toy, toy_adapter, toy_folder, toy_input
 
@@ -27,6 +26,7 @@ from lora_slots import (
     UnknownAdapterError,
 )
 from lora_slots import loading as loading_module
+from lora_slots import prefetching as prefetching_module
 
 MEGABYTE = 1 << 20
 WEIGHTS = "adapter_model.safetensors"
@@ -291,6 +291,30 @@ def test_no_thread_is_left_when_there_is_nothing_to_read(tmp_path):
         wait_until(lambda: readers() == [])
 
 
+def test_what_is_yet_to_be_read_keeps_no_owner_alive_and_is_dropped_with_it(monkeypatch):
+    monkeypatch.setattr(prefetching_module, "_WORKERS", 1)
+    seen = []
+    begun, go_on = threading.Event(), threading.Event()
+
+    class Owner:
+        def __init__(self):
+            self.prefetcher = prefetching_module.Prefetcher()
+
+        def read(self, name):
+            seen.append(name)
+            begun.set()
+            assert go_on.wait(LIMIT)
+
+    owner = Owner()
+    handle = owner.prefetcher.submit(["a", "b", "c"], owner.read)
+    assert begun.wait(LIMIT)
+    del owner
+    go_on.set()
+    assert handle.wait(LIMIT)
+    wait_until(lambda: readers() == [])
+    assert seen == ["a"]
+
+
 def test_neither_a_queue_nor_a_handle_with_errors_keeps_the_model_alive(tmp_path, reads):
     model, manager = start(tmp_path, count=40)
     break_file(tmp_path / "n0")
@@ -298,7 +322,7 @@ def test_neither_a_queue_nor_a_handle_with_errors_keeps_the_model_alive(tmp_path
     alive = weakref.ref(model)
     del model, manager
     reads.go_on.set()
-    wait_until(lambda: gc.collect() is not None and alive() is None)
+    wait_until_gone(alive)
     assert handle.wait(LIMIT)
     wait_until(lambda: readers() == [])
     assert isinstance(handle.errors["n0"], AdapterFileError)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import threading
 import time
+import weakref
 from collections.abc import Callable
 
 LIMIT = 30.0  # seconds
@@ -62,6 +64,18 @@ def wait_until(condition: Callable[[], object]) -> None:
     while not condition():
         assert time.monotonic() < end, "waited in vain"
         time.sleep(0.001)
+
+
+def wait_until_gone(*references: weakref.ref[object]) -> None:
+    """Collect garbage until nothing holds these; other threads get as long as collecting takes."""
+
+    def gone() -> bool:
+        begun = time.monotonic()
+        gc.collect()
+        time.sleep(time.monotonic() - begun)
+        return all(reference() is None for reference in references)
+
+    wait_until(gone)
 
 
 def waits(task: Task, seconds: float = 0.05) -> bool:
