@@ -74,6 +74,20 @@ def test_one_table_holds_the_weights_of_all_layers(
     assert torch.equal(model(toy_input()), WAYS[way](toy())(toy_input()))
 
 
+@pytest.mark.parametrize("num_slots", [1, 2])
+def test_a_row_is_multiplied_by_its_scaling_and_weight(model: nn.Module, num_slots: int) -> None:
+    manager = SlotManager(model, max_rank=4, num_slots=num_slots)
+    manager.load(toy_adapter(3, alpha=6), weight=0.25)
+    slots = slotted(model)[0].lora_slots
+    assert slots.by_row().tolist() == [[0.5] * 3 + [0.0] * (4 * num_slots - 3)]
+    manager.set_weight("default", -1.5)
+    assert slots.by_row().tolist() == [[-3.0] * 3 + [0.0] * (4 * num_slots - 3)]
+    manager.disable_adapters()
+    assert not slots.by_row().any()
+    # What layers have in common decides which kernels inductor makes of them.
+    assert slots.mix.of_rows(slots.scaling).shape == (1, 1 if num_slots == 1 else 8)
+
+
 def test_a_copy_has_weights_of_its_own(model: nn.Module, manager: SlotManager) -> None:
     twin = copy.deepcopy(model)
     before = Snapshot.of(manager, model)

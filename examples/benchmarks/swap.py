@@ -28,6 +28,7 @@ CACHE = 8 << 30
 COPY = "memcpy of its bytes"
 HOTSWAP = "PEFT hotswap_adapter"
 UNSEEN = f"{OURS}, a header not seen before"
+KEPT = f"{OURS}, and kept in the cache"
 RANKS = (4, 8, 16, 32, 64, 128, 256)
 SINGLE_LOADS = 64
 
@@ -71,19 +72,23 @@ def against_peft(harness: Harness, weights: Weights) -> Iterator[Figure]:
     x = harness.input(shape, 1)
     for rank, pair in files.items():
         own = write_pair(harness.root / "unseen", shape, rank)
+        nbytes = cache.check(pair[0]).nbytes
+        # With room for one of the two, so that every load reads, and keeps what it has read.
+        kept_model = Model(weights).eval()
+        kept = SlotManager(kept_model, max_rank=64, cache_bytes=nbytes)
         swaps = {
             OURS: alternating(disk.load, pair),
             UNSEEN: unseen(disk.load, own),
+            KEPT: alternating(kept.load, pair),
             HOTSWAP: hotswap(theirs, harness, pair),
         }
         cached = alternating(cache.load, pair)
         for _ in pair:
             for swap in (*swaps.values(), cached):
                 swap()
-            check_equal([theirs, disk_model, cache_model], x)
+            check_equal([theirs, disk_model, cache_model, kept_model], x)
         yield harness.compare(f"load from disk, rank {rank}", swaps)
         _remove(own)
-        nbytes = cache.check(pair[0]).nbytes
         swaps = {OURS: cached, HOTSWAP: swaps[HOTSWAP], COPY: harness.copy_of(nbytes)}
         yield harness.compare(f"load from the cache, rank {rank}", swaps)
 

@@ -57,7 +57,14 @@ class Mix(SlotLayer):
         return self
 
     def of_rows(self, scaling: Tensor) -> Tensor:
-        """The weights of the rows that ``scaling [1, n]`` is for, on its device: ``[1, n]``."""
+        """The weights of the rows that ``scaling [1, n]`` is for, on its device.
+
+        ``[1, n]``; or, of a single slot on a CPU, ``[1, 1]``. Layers that read only one number in
+        common share the code of a kernel. Where they read more, inductor makes one kernel of two
+        or three layers: fewer to start, as suits a GPU, but more to compile, about a second each.
+        """
+        if scaling.is_cpu and self.slots.shape[1] == 1:
+            return self.of_slots(scaling.device)
         return _fitted(self.rows, scaling.shape[1], scaling.device)
 
     def of_slots(self, device: torch.device) -> Tensor:

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from lora_slots.staging.copying import for_each
+from lora_slots.staging.pages import fresh
 from lora_slots.staging.staged import Bits, as_bits
 
 # The bits of the exponent of each dtype, which are all set in infinity and NaN.
@@ -168,14 +169,13 @@ def _runs(number: int, block: _Block) -> Iterator[_Run]:
 
 
 def _memory(numel: int, dtype: torch.dtype, spare: list[Tensor], *, pinned: bool) -> Tensor:
-    """Host memory for ``numel`` elements, taken out of ``spare`` where that has just this size.
-
-    Fresh pages cost several times what copying into them does.
-    """
+    """Host memory for ``numel`` elements, taken out of ``spare`` where that has just this size."""
     for position, block in enumerate(spare):
         if block.dtype == dtype and block.numel() == numel:
             return spare.pop(position)
-    return torch.empty(numel, dtype=dtype, device="cpu", pin_memory=pinned)
+    if pinned:
+        return torch.empty(numel, dtype=dtype, device="cpu", pin_memory=True)
+    return fresh(numel, dtype)
 
 
 def _fill_run(
