@@ -45,7 +45,7 @@ def test_without_routing_the_graph_is_as_it_ever_was():
     names = [re.sub(r"<built-in (function|method) (\w+).*", r"\2", o[1]) for o in operations()]
     inputs = [name for name in names if name.startswith("L_")]
     kinds = [name.rstrip("_").rpartition("_")[2] for name in inputs[3:]]
-    assert kinds == ["A", "B", "scaling", "rows"]
+    assert kinds == ["A", "B", "scaling", "slots"]
     assert [n for n in names if n not in (*inputs, "getattr", "output")] == PLAIN
     # With routing, but nothing routed, it is the same.
     assert operations(routing=True) == operations()

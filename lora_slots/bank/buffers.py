@@ -12,15 +12,18 @@ import torch
 from torch import Tensor
 
 from lora_slots.bank.memory import Memory
-from lora_slots.bank.places import Copies, Home, Slab, homes, progressions
+from lora_slots.bank.places import Copies, Home, Tail, Zeroes, homes
 from lora_slots.layers import SlotLayer
 from lora_slots.layers.lora import BY_RANK
+from lora_slots.recent import Recent
 from lora_slots.staging.copying import for_each, sent
 from lora_slots.staging.staged import Bits, StagedRows
 
 # From this many bytes on, torch's threads share the work; they are there already. Each of hundreds
 # of small copies would take as long as the thread that is scheduled last: those are numpy's.
 _WORTH_TORCH = 1 << 20
+# Pairs of ranks, mostly, of adapters that take each other's place.
+_MOST_ZEROES = 64
 # Of a buffer with so many rows, the first that a slot owns.
 Start = Callable[[int], int]
 
@@ -70,30 +73,30 @@ class Buffers:
         if copies.rest:
             self._copy_by_torch(copies.rest, rows, start)
 
-    def zero(self, tails: Iterable[tuple[int, int, int]], start: Start) -> None:
-        """Zero rows ``first : last``, counted from ``start``, of each target: ``tails``."""
+    def zero(self, tails: Sequence[Tail], start: Start) -> None:
+        """Zero rows of each of these targets, counted from the row that ``start`` says."""
         self._look_up()
-        places: dict[tuple[Slab, int, int], list[int]] = defaultdict(list)
-        rest = []
-        for target, first, last in tails:
-            if (home := self._homes.get(target)) is not None:
-                places[home.slab, first, last].append(home.at)
-            else:
-                buffer = self._buffers[target]
-                begin = start(buffer.shape[0])
-                rest.append(buffer[begin + first : begin + last])
-        into, counted = [], []
-        for (slab, first, last), indices in places.items():
-            indices.sort()
-            for run in progressions(indices):
-                own = slab.rows_of(indices[run])
-                begin = start(own.shape[1])
-                into.append(own[:, begin + first : begin + last])
-            counted += slab.counted(indices)
+        key = tuple(tails)
+        zeroes = self._zeroes.get(key)
+        if zeroes is None:
+            zeroes = Zeroes.of(key, self._homes)
+            self._zeroes.put(key, zeroes)
+        into = []
+        for own, rows in zeroes.into:
+            begin = start(own.shape[1])
+            into.append(own[:, begin + rows.start : begin + rows.stop])
         zero_bits(into)
-        torch.autograd.graph.increment_version(counted)
-        if rest:
-            torch._foreach_zero_(rest)
+        torch.autograd.graph.increment_version(zeroes.counted)
+        if zeroes.rest:
+            self._zero_by_torch(zeroes.rest, start)
+
+    def _zero_by_torch(self, tails: Iterable[Tail], start: Start) -> None:
+        parts = []
+        for target, first, last in tails:
+            buffer = self._buffers[target]
+            begin = start(buffer.shape[0])
+            parts.append(buffer[begin + first : begin + last])
+        torch._foreach_zero_(parts)
 
     def _copy_by_torch(self, numbers: Sequence[int], rows: StagedRows, start: Start) -> None:
         by_device: dict[torch.device, list[tuple[Tensor, Tensor]]] = defaultdict(list)
@@ -111,6 +114,7 @@ class Buffers:
         self._buffers: Mapping[int, Tensor] = {}
         self._homes: Mapping[int, Home] = {}
         self._copies: WeakKeyDictionary[StagedRows, Copies] = WeakKeyDictionary()
+        self._zeroes: Recent[tuple[Tail, ...], Zeroes] = Recent(_MOST_ZEROES)
 
     def _look_up(self) -> None:
         """Find every buffer, and its memory where that is the host's."""

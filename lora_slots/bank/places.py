@@ -118,6 +118,45 @@ class Copies:
         return cls(into, values, counted, rest)
 
 
+# A target, and of the rows that its slot owns, the first and the last (exclusive) to be zeroed.
+Tail = tuple[int, int, int]
+
+
+@dataclass(frozen=True, eq=False)
+class Zeroes:
+    """What zeroes rows of buffers.
+
+    Attributes:
+        into: All rows of some buffers of one slab, ``[buffers, rows, width]``, and which of those
+            that a slot owns.
+        counted: Tensors with the version counters of what is zeroed.
+        rest: What is left out: not on the host.
+    """
+
+    into: Sequence[tuple[Bits, slice]]
+    counted: Sequence[Tensor]
+    rest: Sequence[Tail]
+
+    @classmethod
+    def of(cls, tails: Iterable[Tail], known: Mapping[int, Home]) -> Self:
+        """Plan few pieces: one for rows that lie at equal distances."""
+        groups: dict[tuple[Slab, int, int], list[int]] = defaultdict(list)
+        rest = []
+        for tail in tails:
+            target, first, last = tail
+            if (home := known.get(target)) is not None:
+                groups[home.slab, first, last].append(home.at)
+            else:
+                rest.append(tail)
+        into, counted = [], []
+        for (slab, first, last), indices in groups.items():
+            indices.sort()
+            runs = progressions(indices)
+            into += [(slab.rows_of(indices[run]), slice(first, last)) for run in runs]
+            counted += slab.counted(indices)
+        return cls(into, counted, rest)
+
+
 def progressions(numbers: Sequence[int], cuts: Container[int] = ()) -> Iterator[slice]:
     """Cut ascending numbers into pieces that ascend by equal steps; and also before ``cuts``."""
     start = 0

@@ -6,6 +6,7 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 
 from lora_slots.bank.buffers import Buffers, Start
+from lora_slots.bank.places import Tail
 from lora_slots.bank.state import BankState
 from lora_slots.layers import SlotLayer
 from lora_slots.layers.lora import BY_RANK
@@ -93,7 +94,7 @@ def _begin(slot: int, name: str, state: BankState) -> int | None:
     return state.owned(slot).start if name in BY_RANK else None
 
 
-def _tails(old: StagedRows, new: StagedRows | None) -> list[tuple[int, int, int]]:
+def _tails(old: StagedRows, new: StagedRows | None) -> list[Tail]:
     """The targets where ``old`` has more rows than ``new``, and from where to where."""
     if new is not None and (old.targets, old.counts) == (new.targets, new.counts):
         return []
