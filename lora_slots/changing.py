@@ -17,7 +17,7 @@ from lora_slots.reading import RawAdapter, Source
 from lora_slots.report import LoadReport
 from lora_slots.roster import Roster, check_name
 from lora_slots.routing import Expand, Routing, Row, Turn
-from lora_slots.staging.staged import StagedAdapter
+from lora_slots.staging.staged import StagedAdapter, nothing_to_spare
 from lora_slots.tally import Tally
 
 
@@ -211,7 +211,7 @@ class Changes:
         """The part of a load that writes nothing; ``reuse``: into memory that a load has left."""
         with self._attachment.staying():
             self._attachment.refuse_ignored_slots()
-            spare = self._bank.take_spare if reuse else tuple
+            spare = self._bank.take_spare if reuse else nothing_to_spare
             return self._loader.prepare(source, strict=strict, compress_to=compress_to, spare=spare)
 
     def _prepare_entry(self, entry: CatalogueEntry) -> Prepared:

@@ -6,13 +6,12 @@ import json
 import re
 import time
 import warnings
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
 import torch
-from torch import Tensor
 
 from lora_slots.cache import Cached, StagedCache, base_state, identity
 from lora_slots.errors import AdapterFileError
@@ -26,7 +25,7 @@ from lora_slots.resolve.resolving import Adapter, resolve
 from lora_slots.staging.compress import compress, rank_limit
 from lora_slots.staging.outline import Outline
 from lora_slots.staging.stage import stage
-from lora_slots.staging.staged import StagedAdapter
+from lora_slots.staging.staged import Spare, StagedAdapter, nothing_to_spare
 
 CompressTo = int | Literal["max_rank"] | None
 # What a config says of some modules only, which a load must look for in it.
@@ -85,7 +84,7 @@ class Loader:
         *,
         strict: bool,
         compress_to: CompressTo,
-        spare: Callable[[], Sequence[Tensor]] = tuple,
+        spare: Spare,
     ) -> Prepared:
         """Do all of a load that can fail, but for finding a slot. Writes nothing into the model.
 
@@ -93,7 +92,7 @@ class Loader:
             source: As for `SlotManager.load`.
             strict: As for `SlotManager.load`.
             compress_to: As for `SlotManager.load`.
-            spare: Gives host memory that may be overwritten and kept.
+            spare: Gives an adapter whose memory may be overwritten and kept.
 
         Raises:
             LoraSlotsError: As `SlotManager.load` does.
@@ -116,11 +115,11 @@ class Loader:
         source: Source | RawAdapter,
         strict: bool,
         rank: int | None,
-        spare: Callable[[], Sequence[Tensor]],
+        spare: Spare,
     ) -> tuple[StagedAdapter, LoadReport]:
         raw = source if isinstance(source, RawAdapter) else read_file(source)
         # What is cached must not be overwritten, so that there is nothing to spare.
-        spare = tuple if self.cache.limit else spare
+        spare = nothing_to_spare if self.cache.limit else spare
         key = None if raw is source else _outlined_by(raw, strict, rank)
         outline = None if key is None else self._outlines.get(key)
         staged = None if outline is None else outline.stage(raw, spare)
@@ -133,11 +132,11 @@ class Loader:
         self._warn_of_other_base(raw.source, adapter.base_model)
         if rank is not None:
             adapter = compress(adapter, rank, self._layout)
-        staged, packing = stage(adapter, self._layout, max_rank=self._max_rank, spare=spare())
+        old = spare()
+        blocks = () if old is None else old.blocks
+        staged = stage(adapter, self._layout, max_rank=self._max_rank, spare=blocks)
         report = _report(adapter, staged)
-        outline = (
-            None if key is None else Outline.of(raw, adapter, self._layout, staged, packing, report)
-        )
+        outline = None if key is None else Outline.of(raw, adapter, self._layout, staged, report)
         if outline is not None:
             self._outlines.put(key, outline)
         return staged, report

@@ -39,6 +39,7 @@ from lora_slots import AdapterFileError, LoadReport, SlotManager, TargetMismatch
 from lora_slots.loading import Loader
 from lora_slots.reading import read_adapter, read_file
 from lora_slots.resolve.resolving import resolve
+from lora_slots.staging.staged import StagedAdapter, nothing_to_spare
 
 SETTINGS = {"r": 4, "lora_alpha": 8}
 LAST = f"base_model.model.{TOY_MODULES[-1]}"
@@ -409,11 +410,12 @@ def test_threads_that_load_files_of_one_header_each_get_their_own_values(tmp_pat
     loader = Loader(manager._attachment.layout, max_rank=8, cache_bytes=0)
     paths = [toy_folder(tmp_path / str(seed), seed=seed) for seed in range(4)]
 
+    def prepare(path: Path) -> StagedAdapter:
+        options = {"strict": True, "compress_to": None, "spare": nothing_to_spare}
+        return loader.prepare(path, **options).staged
+
     def staged(number: int) -> list[tuple[Tensor, ...]]:
-        return [
-            loader.prepare(paths[number], strict=True, compress_to=None).staged.rows["lora_B"].rows
-            for _ in range(20)
-        ]
+        return [prepare(paths[number]).rows["lora_B"].rows for _ in range(20)]
 
     tasks = [Task(lambda n=n: staged(n)) for n in range(4)]  # type: ignore[misc]
     for number, task in enumerate(tasks):

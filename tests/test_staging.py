@@ -237,8 +237,7 @@ def test_after_a_refused_nan_the_next_adapter_and_weight_0_are_clean() -> None:
 
 def staged(model: nn.Module, tensors: dict[str, Tensor], **options: Any) -> StagedAdapter:
     layout = SlotManager(model, max_rank=8, **options)._layout
-    staged, _ = stage(resolve(read_adapter(tensors), layout), layout, max_rank=8)
-    return staged
+    return stage(resolve(read_adapter(tensors), layout), layout, max_rank=8)
 
 
 def blocks_of(tensors: Iterable[Tensor]) -> set[int]:

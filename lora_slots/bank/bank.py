@@ -8,7 +8,6 @@ from contextlib import contextmanager
 from functools import partial
 
 import torch
-from torch import Tensor
 
 from lora_slots.bank.ordering import Orders
 from lora_slots.bank.planning import Planner
@@ -73,7 +72,7 @@ class Bank:
         self._writer = RowWriter(layers, num_slots)
         self._lock = lock
         self._layers: list[SlotLayer] = layers
-        self._spare: list[tuple[Tensor, ...]] = []
+        self._spare: list[StagedAdapter] = []
         self._routes = RouteWriter(layout) if routing else None
         self._mix = MixWriter(layers, rows=rows, num_slots=num_slots)
         self.orders = Orders()
@@ -113,12 +112,12 @@ class Bank:
         """What ``slot`` holds."""
         return self.state.held[slot]
 
-    def take_spare(self) -> tuple[Tensor, ...]:
-        """Host memory of the adapter that was replaced last, which nothing refers to now."""
+    def take_spare(self) -> StagedAdapter | None:
+        """The adapter that was replaced last, whose memory nobody needs now."""
         try:
             return self._spare.pop()  # in one step: loads stage in any thread
         except IndexError:
-            return ()
+            return None
 
     def make_room(
         self,
@@ -161,7 +160,7 @@ class Bank:
             changes.get(slot, own) if slot in owned else None for slot, own in enumerate(before)
         )
         self._enter(self._planner.plan(self.state, held, roster))
-        replaced = (own.blocks for own in before if own is not None and own not in held)
+        replaced = (own for own in before if own is not None and own not in held)
         # A GPU may still be reading pinned memory; torch's own allocator knows when it is free.
         keeps = bool(changes) and not self.orders
         self._spare = list(itertools.islice(replaced, 1)) if keeps else []

@@ -79,7 +79,7 @@ class RowWriter:
                 for buffer, count in zip(buffers, own.counts, strict=True)
             )
             rows[name] = StagedRows(own.targets, tuple(copies))
-        return replace(staged, rows=rows, blocks=())
+        return replace(staged, rows=rows, blocks=(), packing=None)
 
     def _start(self, slot: int, name: str, state: BankState) -> Start:
         """Says which row of a buffer ``name`` is the first that a slot owns."""

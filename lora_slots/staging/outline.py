@@ -6,7 +6,7 @@ of them is the same then, unless it depends on values, and need not be found aga
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -18,9 +18,9 @@ from lora_slots.reading import RawAdapter
 from lora_slots.reading.mapped import Cut, MappedTensors
 from lora_slots.report import LoadReport
 from lora_slots.resolve.resolving import Adapter
-from lora_slots.staging.packing import NotFiniteError, Packing
+from lora_slots.staging.packing import Packing
 from lora_slots.staging.stage import as_rows, by_buffer
-from lora_slots.staging.staged import Bits, StagedAdapter
+from lora_slots.staging.staged import Bits, Spare, StagedAdapter, StagedRows
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,7 +50,6 @@ class Outline:
         adapter: Adapter,
         layout: Layout,
         staged: StagedAdapter,
-        packing: Packing,
         report: LoadReport,
     ) -> Outline | None:
         """The outline of ``raw``, and of what was made of it.
@@ -58,9 +57,10 @@ class Outline:
         None where a file with the same header might come to something else. Where a tensor was left
         out, used twice, in part or not as it is, its values may have decided that.
         """
-        tensors = raw.tensors
+        tensors, packing = raw.tensors, staged.packing
         if not isinstance(tensors, MappedTensors) or adapter.skipped or adapter.compressed:
             return None
+        assert packing is not None
         keys = {id(tensor): key for key, tensor in tensors.items()}
         cuts: list[Cut] = []
         slots: list[SlotLayer] = []
@@ -89,12 +89,12 @@ class Outline:
             _packing=packing,
         )
 
-    def stage(self, raw: RawAdapter, spare: Callable[[], Sequence[Tensor]]) -> StagedAdapter | None:
+    def stage(self, raw: RawAdapter, spare: Spare) -> StagedAdapter | None:
         """Copy the values of a file into packed host memory, as `stage` does.
 
         Args:
             raw: A file with the header and the config that the outline was made of.
-            spare: Gives host memory that may be overwritten and kept.
+            spare: Gives an adapter whose memory may be overwritten and kept.
 
         Returns:
             None where `stage` has more to say: a value is not finite, or a buffer was replaced by
@@ -111,12 +111,20 @@ class Outline:
         with torch.inference_mode(False), torch.no_grad():
             for index, key in self._cast.items():
                 sources[index] = as_rows(self._packing.parts[index].buffer, tensors[key])
-            try:
-                views, blocks = self._packing.fill(sources, list(spare()))
-            except NotFiniteError:
+            blocks, rows = self._memory(spare())
+            if not self._packing.fill(blocks, sources):
                 return None
-        rows = {**self.staged.rows, **by_buffer(self._packing.parts, views)}
-        return replace(self.staged, source=raw.source, rows=rows, blocks=tuple(blocks))
+        return replace(self.staged, source=raw.source, rows=rows, blocks=blocks)
+
+    def _memory(
+        self, spare: StagedAdapter | None
+    ) -> tuple[tuple[Tensor, ...], Mapping[str, StagedRows]]:
+        """Blocks to fill, and the rows in them: those of ``spare`` where they are laid out so."""
+        if spare is not None and spare.packing is self._packing:
+            return spare.blocks, spare.rows
+        blocks = self._packing.blocks([] if spare is None else list(spare.blocks))
+        rows = by_buffer(self._packing.parts, self._packing.views(blocks))
+        return tuple(blocks), {**self.staged.rows, **rows}
 
     def report_of(self, staged: StagedAdapter) -> LoadReport:
         """What a load of ``staged`` reports: nothing that others could change."""

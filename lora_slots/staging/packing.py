@@ -46,14 +46,6 @@ class Part(NamedTuple):
     device: torch.device
 
 
-class NotFiniteError(Exception):
-    """A part has values that are not finite after the copy into ``rows``."""
-
-    def __init__(self, index: int, rows: Tensor) -> None:
-        """Keep the index of the part, and its rows, for a message."""
-        self.index, self.rows = index, rows
-
-
 class _Run(NamedTuple):
     """Parts that lie one below the other in a block, by their indices, and where each begins."""
 
@@ -72,6 +64,13 @@ class _Block:
     parts: tuple[int, ...]
     counts: tuple[int, ...]
     pinned: bool
+
+    @property
+    def rows(self) -> int:
+        return sum(self.counts)
+
+    def matrix(self, memory: Tensor) -> Tensor:
+        return memory.view(self.rows, self.width)
 
 
 @dataclass(frozen=True, eq=False)
@@ -113,42 +112,45 @@ class Packing:
         runs = (run for number, block in enumerate(blocks) for run in _runs(number, block))
         return cls(tuple(parts), blocks, tuple(runs))
 
-    def fill(
-        self, sources: Sequence[Tensor | Bits], spare: list[Tensor]
-    ) -> tuple[list[Tensor], list[Tensor]]:
-        """Copy the rows of all parts into blocks.
+    def blocks(self, spare: list[Tensor]) -> list[Tensor]:
+        """Memory for all parts: pinned where a GPU shall read it beside what the host does.
 
         Args:
+            spare: Memory that may be overwritten and kept; what is used is taken out.
+        """
+        return [
+            _memory(block.rows * block.width, block.dtype, spare, pinned=block.pinned)
+            for block in self._blocks
+        ]
+
+    def views(self, blocks: Sequence[Tensor]) -> list[Tensor]:
+        """The rows of each part in such blocks, in the dtype of its buffer."""
+        views: list[Tensor] = [torch.empty(0)] * len(self.parts)
+        for block, memory in zip(self._blocks, blocks, strict=True):
+            rows = torch.split(block.matrix(memory), list(block.counts))
+            for index, view in zip(block.parts, rows, strict=True):
+                views[index] = view
+        return views
+
+    def fill(self, blocks: Sequence[Tensor], sources: Sequence[Tensor | Bits]) -> bool:
+        """Copy the rows of all parts into such blocks.
+
+        Args:
+            blocks: Where to. Overwritten.
             sources: The rows of each part, strided in any way, of any dtype; or, of that of the
                 buffer, their bits. Only read.
-            spare: Memory that may be overwritten and kept; what is used is taken out.
 
         Returns:
-            The rows of each part in the dtype of its buffer, and the blocks that hold them: pinned
-            where a GPU shall read them beside what the host does.
-
-        Raises:
-            NotFiniteError: A value is not finite, in its own dtype or in that of the buffer.
+            Whether every value is finite, in its own dtype and in that of the buffer.
         """
-        views: list[Tensor] = [torch.empty(0)] * len(sources)
-        blocks, matrices = [], []
-        for block in self._blocks:
-            rows = sum(block.counts)
-            memory = _memory(rows * block.width, block.dtype, spare, pinned=block.pinned)
-            blocks.append(memory)
-            matrix = memory.view(rows, block.width)
+        matrices = []
+        for block, memory in zip(self._blocks, blocks, strict=True):
+            matrix = block.matrix(memory)
             bits = as_bits(matrix)
             assert bits is not None
             matrices.append((matrix, bits))
-            of_parts = torch.split(matrix, list(block.counts))
-            for index, view in zip(block.parts, of_parts, strict=True):
-                views[index] = view
         nbytes = sum(memory.nbytes for memory in blocks)
-        if not all(for_each(partial(_fill_run, sources, matrices), self._runs, nbytes)):
-            raise NotFiniteError(
-                *next((i, view) for i, view in enumerate(views) if not torch.isfinite(view).all())
-            )
-        return views, blocks
+        return all(for_each(partial(_fill_run, sources, matrices), self._runs, nbytes))
 
 
 def _runs(number: int, block: _Block) -> Iterator[_Run]:

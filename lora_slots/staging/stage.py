@@ -21,7 +21,7 @@ from lora_slots.errors import (
 from lora_slots.layout import Layout, Target
 from lora_slots.resolve.resolving import Adapter, ModuleUpdate
 from lora_slots.staging.dora import dora_rows
-from lora_slots.staging.packing import NotFiniteError, Packing, Part
+from lora_slots.staging.packing import Packing, Part
 from lora_slots.staging.staged import StagedAdapter, StagedRows
 
 # The option of SlotManager that makes a buffer, and what it is for.
@@ -35,7 +35,7 @@ _SHOWN = {"dora": "the DoRA magnitude, or a norm for it,"}
 
 def stage(
     adapter: Adapter, layout: Layout, *, max_rank: int, spare: Sequence[Tensor] = ()
-) -> tuple[StagedAdapter, Packing]:
+) -> StagedAdapter:
     """Check an adapter against the buffers it is meant for, and copy it into packed host memory.
 
     Args:
@@ -43,9 +43,6 @@ def stage(
         layout: The model's target modules, with slots attached.
         max_rank: The number of rows of a slot.
         spare: Host memory that may be overwritten and kept, to spare the cost of fresh pages.
-
-    Returns:
-        The adapter, and where what the file has for it went.
 
     Raises:
         RankTooLargeError: A rank is above ``max_rank``.
@@ -65,20 +62,20 @@ def stage(
         parts, sources = _parts(adapter, layout)
         packing = Packing.of(parts, [rows.shape for rows in sources])
         unused = list(spare)
-        views, blocks = _packed(packing, sources, unused, adapter, layout)
+        blocks, views = _packed(packing, sources, unused, adapter, layout)
         more, sums = _dora_parts(adapter, layout, parts, views)
         more_packing = Packing.of(more, [rows.shape for rows in sums])
-        more_views, more_blocks = _packed(more_packing, sums, unused, adapter, layout)
+        more_blocks, more_views = _packed(more_packing, sums, unused, adapter, layout)
     rows = by_buffer([*parts, *more], [*views, *more_views])
-    staged = StagedAdapter(
+    return StagedAdapter(
         source=adapter.source,
         targets=tuple(module.target for module in adapter.modules),
         scaling=tuple(module.scaling for module in adapter.modules),
         ranks=tuple(module.rank for module in adapter.modules),
         rows=rows | _scaling_rows(adapter, rows, layout),
         blocks=(*blocks, *more_blocks),
+        packing=packing,
     )
-    return staged, packing
 
 
 def _scaling_rows(
@@ -134,12 +131,13 @@ def _packed(
     adapter: Adapter,
     layout: Layout,
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """The rows of each part in the dtype of its buffer, and the blocks that hold them."""
-    try:
-        return packing.fill(sources, spare)
-    except NotFiniteError as error:
-        part, source = packing.parts[error.index], sources[error.index]
-        _raise_not_finite(part, source, error.rows, adapter, layout)
+    """Blocks that hold ``sources``, and the rows of each part in the dtype of its buffer."""
+    blocks = packing.blocks(spare)
+    views = packing.views(blocks)
+    if not packing.fill(blocks, sources):
+        index = next(i for i, view in enumerate(views) if not torch.isfinite(view).all())
+        _raise_not_finite(packing.parts[index], sources[index], views[index], adapter, layout)
+    return blocks, views
 
 
 def as_rows(name: str, tensor: Tensor) -> Tensor:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -13,6 +14,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from lora_slots.errors import ArgumentError
+
+if TYPE_CHECKING:
+    from lora_slots.staging.packing import Packing
 
 # Numbers of any dtype as integers of the same size, and the dtypes of those.
 Bits = NDArray[np.signedinteger]
@@ -62,6 +66,7 @@ class StagedAdapter:
             the first columns.
         blocks: The memory that ``lora_A`` and ``lora_B`` share, one flat block per dtype and width;
             none in a copy.
+        packing: Which rows of which block are whose; None in a copy.
     """
 
     source: str
@@ -70,6 +75,7 @@ class StagedAdapter:
     ranks: tuple[int, ...]
     rows: Mapping[str, StagedRows]
     blocks: tuple[Tensor, ...] = ()
+    packing: Packing | None = None
 
     @functools.cached_property
     def rank(self) -> int:
@@ -111,3 +117,12 @@ class StagedAdapter:
             for name, rows in self.rows.items()
         }
         return type(self), (self.source, self.targets, self.scaling, self.ranks, alone)
+
+
+# Gives, once, an adapter that nobody needs any more.
+Spare = Callable[[], StagedAdapter | None]
+
+
+def nothing_to_spare() -> StagedAdapter | None:
+    """The `Spare` of who has none."""
+    return None
