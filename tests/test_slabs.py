@@ -289,5 +289,5 @@ def test_rows_of_other_memory_are_not_taken_for_neighbours():
     buffers = torch.zeros(3, 2, 4)
     rows = StagedRows((0, 1, 2), (middle, high, low))
     copies = Copies.of(rows, homes(dict(enumerate(buffers))))
-    copy_bits(copies.into, copies.values)
+    copy_bits(copies.into, copies.values(rows))
     assert torch.equal(buffers, torch.stack([middle, high, low]))

@@ -17,6 +17,7 @@ from lora_slots.layers import SlotLayer
 from lora_slots.layers.lora import BY_RANK
 from lora_slots.recent import Recent
 from lora_slots.staging.copying import for_each, sent
+from lora_slots.staging.packing import Packing
 from lora_slots.staging.staged import Bits, StagedRows
 
 # From this many bytes on, torch's threads share the work; they are there already. Each of hundreds
@@ -60,14 +61,15 @@ class Buffers:
     def copy(self, rows: StagedRows, start: Start) -> None:
         """Write ``rows``, into each buffer from the row on that ``start`` says."""
         self._look_up()
-        copies = self._copies.get(rows)
-        if copies is None:
-            copies = self._copies[rows] = Copies.of(rows, self._homes)
+        copies = self._planned(rows)
+        values = self._values.get(rows)
+        if values is None:
+            values = self._values[rows] = copies.values(rows)
         into = [
-            own[:, (begin := start(own.shape[1])) : begin + values.shape[1]]
-            for own, values in zip(copies.into, copies.values, strict=True)
+            own[:, (begin := start(own.shape[1])) : begin + value.shape[1]]
+            for own, value in zip(copies.into, values, strict=True)
         ]
-        copy_bits(into, copies.values)
+        copy_bits(into, values)
         # As torch's own operations in place do: autograd may have saved a buffer.
         torch.autograd.graph.increment_version(copies.counted)
         if copies.rest:
@@ -98,6 +100,14 @@ class Buffers:
             parts.append(buffer[begin + first : begin + last])
         torch._foreach_zero_(parts)
 
+    def _planned(self, rows: StagedRows) -> Copies:
+        # One plan for all that is packed alike.
+        key = rows.packing or rows
+        copies = self._copies.get(key)
+        if copies is None:
+            copies = self._copies[key] = Copies.of(rows, self._homes)
+        return copies
+
     def _copy_by_torch(self, numbers: Sequence[int], rows: StagedRows, start: Start) -> None:
         by_device: dict[torch.device, list[tuple[Tensor, Tensor]]] = defaultdict(list)
         for number in numbers:
@@ -113,7 +123,8 @@ class Buffers:
         self._dicts = [layer._buffers for layer in self._layers.values()]
         self._buffers: Mapping[int, Tensor] = {}
         self._homes: Mapping[int, Home] = {}
-        self._copies: WeakKeyDictionary[StagedRows, Copies] = WeakKeyDictionary()
+        self._copies: WeakKeyDictionary[Packing | StagedRows, Copies] = WeakKeyDictionary()
+        self._values: WeakKeyDictionary[StagedRows, Sequence[Bits]] = WeakKeyDictionary()
         self._zeroes: Recent[tuple[Tail, ...], Zeroes] = Recent(_MOST_ZEROES)
 
     def _look_up(self) -> None:

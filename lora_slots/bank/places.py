@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import operator
 from collections import defaultdict
 from collections.abc import Container, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -86,36 +85,41 @@ class Copies:
 
     Attributes:
         into: All rows of some buffers of one slab, ``[buffers, rows, width]``.
-        values: What goes into the first rows of a slot in each of these, ``[buffers, r, width]``.
+        runs: For each of these, the index of the first staged part, and how many there are: they go
+            into the first rows of a slot of one buffer each, and lie one below the other.
         counted: Tensors with the version counters of what the copies write.
-        rest: Indices of staged rows that they leave out: not on the host, or of another dtype.
+        rest: Indices of staged parts that they leave out: not on the host, or of another dtype.
     """
 
     into: Sequence[Bits]
-    values: Sequence[Bits]
+    runs: Sequence[tuple[int, int]]
     counted: Sequence[Tensor]
     rest: Sequence[int]
 
     @classmethod
     def of(cls, staged: StagedRows, known: Mapping[int, Home]) -> Self:
         """Plan few copies: one for rows that lie at equal distances on both sides."""
-        groups: dict[tuple[Slab, int], list[tuple[int, Tensor]]] = defaultdict(list)
+        groups: dict[tuple[Slab, int], list[tuple[int, int]]] = defaultdict(list)
         rest = []
         for number, (target, part) in enumerate(zip(staged.targets, staged.rows, strict=True)):
             home = known.get(target)
             if home is None or not _fits(part, home.slab.buffers[home.at]):
                 rest.append(number)
             else:
-                groups[home.slab, part.shape[0]].append((home.at, part))
-        into, values, counted = [], [], []
+                groups[home.slab, part.shape[0]].append((home.at, number))
+        into, runs, counted = [], [], []
         for (slab, _), members in groups.items():
-            members.sort(key=operator.itemgetter(0))
-            indices, parts = [at for at, _ in members], [part for _, part in members]
-            for run in progressions(indices, _gaps(parts)):
+            members.sort()
+            indices, numbers = [at for at, _ in members], [number for _, number in members]
+            for run in progressions(indices, _gaps([staged.rows[number] for number in numbers])):
                 into.append(slab.rows_of(indices[run]))
-                values.append(_stacked(parts[run]))
+                runs.append((numbers[run.start], run.stop - run.start))
             counted += slab.counted(indices)
-        return cls(into, values, counted, rest)
+        return cls(into, runs, counted, rest)
+
+    def values(self, staged: StagedRows) -> list[Bits]:
+        """What goes into each of ``into``, ``[buffers, r, width]``: rows that lie as planned."""
+        return [_stacked(staged.rows[first], count) for first, count in self.runs]
 
 
 # A target, and of the rows that its slot owns, the first and the last (exclusive) to be zeroed.
@@ -189,10 +193,10 @@ def _gaps(parts: Sequence[Tensor]) -> Container[int]:
     return {number for number, (a, b) in enumerate(pairs, 1) if b != a + nbytes}
 
 
-def _stacked(parts: Sequence[Tensor]) -> Bits:
-    """Parts of one shape that lie one below the other, as one array."""
-    first, (rows, width) = parts[0], parts[0].shape
-    size, strides = (len(parts), rows, width), (rows * width, width, 1)
+def _stacked(first: Tensor, count: int) -> Bits:
+    """As many parts of one shape that lie one below the other, as one array."""
+    rows, width = first.shape
+    size, strides = (count, rows, width), (rows * width, width, 1)
     return _bits(first.as_strided(size, strides, first.storage_offset()))
 
 

@@ -82,6 +82,8 @@ class Planner:
         if held is old.held and self.buckets is None:
             return old.rows, None
         needs = {slot: need for slot, own in enumerate(held) if (need := self.need(own))}
+        if self.buckets is None and needs == {s: len(own) for s, own in old.rows.items()}:
+            return old.rows, None
         active = [slot for slot in weights if slot in needs]
         shown = None
         if self.buckets is not None:

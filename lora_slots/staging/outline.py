@@ -123,7 +123,7 @@ class Outline:
         if spare is not None and spare.packing is self._packing:
             return spare.blocks, spare.rows
         blocks = self._packing.blocks([] if spare is None else list(spare.blocks))
-        rows = by_buffer(self._packing.parts, self._packing.views(blocks))
+        rows = by_buffer(self._packing, self._packing.views(blocks))
         return tuple(blocks), {**self.staged.rows, **rows}
 
     def report_of(self, staged: StagedAdapter) -> LoadReport:

@@ -66,7 +66,7 @@ def stage(
         more, sums = _dora_parts(adapter, layout, parts, views)
         more_packing = Packing.of(more, [rows.shape for rows in sums])
         more_blocks, more_views = _packed(more_packing, sums, unused, adapter, layout)
-    rows = by_buffer([*parts, *more], [*views, *more_views])
+    rows = by_buffer(packing, views) | by_buffer(more_packing, more_views)
     return StagedAdapter(
         source=adapter.source,
         targets=tuple(module.target for module in adapter.modules),
@@ -178,13 +178,13 @@ def _dora_parts(
     return more, sums
 
 
-def by_buffer(parts: Sequence[Part], views: Sequence[Tensor]) -> dict[str, StagedRows]:
-    """The rows of each buffer, by its name, for ``views`` that were made of ``parts``."""
+def by_buffer(packing: Packing, views: Sequence[Tensor]) -> dict[str, StagedRows]:
+    """The rows of each buffer, by its name, for the ``views`` of the parts of ``packing``."""
     found: dict[str, list[tuple[int, Tensor]]] = defaultdict(list)
-    for part, view in zip(parts, views, strict=True):
+    for part, view in zip(packing.parts, views, strict=True):
         found[part.buffer].append((part.target, view))
     return {
-        name: StagedRows(tuple(t for t, _ in each), tuple(view for _, view in each))
+        name: StagedRows(tuple(t for t, _ in each), tuple(view for _, view in each), packing)
         for name, each in found.items()
     }
 

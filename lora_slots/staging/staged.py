@@ -40,10 +40,12 @@ class StagedRows:
     Attributes:
         targets: Indices of the target modules whose buffer they are for.
         rows: ``[rows, width]`` each, in the dtype of the buffer.
+        packing: What says where they lie in memory, if others lie just so; else None.
     """
 
     targets: tuple[int, ...]
     rows: tuple[Tensor, ...]
+    packing: Packing | None = None
 
     @functools.cached_property
     def counts(self) -> tuple[int, ...]:
