@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 import sys
 import time
@@ -14,6 +15,7 @@ from typing import Any
 import pytest
 from served import N, P, Served, X, adapter, served
 from threads import Task
+from torch import nn
 from toys import Snapshot, holdings
 
 import lora_slots
@@ -94,25 +96,53 @@ OPTIONS = {
 def test_an_interrupt_at_any_line_leaves_all_or_nothing(change, options):
     if options == "no free slot" and change in ("new name", "set_adapters that loads"):
         return  # refused before anything
-    model, manager = start(OPTIONS[options])
+    assert_all_or_nothing(lambda: start(OPTIONS[options]), CHANGES[change], most=120)
+
+
+def assert_all_or_nothing(
+    make: Callable[[], tuple[nn.Module, SlotManager]],
+    change: Callable[[SlotManager], object],
+    most: int,
+) -> None:
+    """Interrupt a change at ``most`` of its lines, in a model of its own each time."""
+    model, manager = make()
     before = Snapshot.of(manager, model)
     lines = Lines()
     with lines.watching():
-        CHANGES[change](manager)
+        change(manager)
     after = Snapshot.of(manager, model)
     assert lines.count > 50
     outcomes = set()
-    for at in range(0, lines.count, 1 + lines.count // 120):
-        model, manager = start(OPTIONS[options])
+    for at in range(0, lines.count, 1 + lines.count // most):
+        model, manager = make()
         with pytest.raises(KeyboardInterrupt), Lines(at).watching():
-            CHANGES[change](manager)
+            change(manager)
         done = holdings(manager) == after.status
         (after if done else before).assert_unchanged(manager, model)
         outcomes.add(done)
         if not done:
-            Task(lambda m=manager: CHANGES[change](m)).result()
+            Task(lambda m=manager: change(m)).result()
             after.assert_unchanged(manager, model)
     assert False in outcomes
+
+
+def fresh() -> tuple[nn.Module, SlotManager]:
+    return served(2)
+
+
+def cast() -> tuple[nn.Module, SlotManager]:
+    model, manager = start({"num_slots": 2})
+    return model.double(), manager
+
+
+def copied() -> tuple[nn.Module, SlotManager]:
+    model = copy.deepcopy(start({"num_slots": 2})[0])
+    return model, SlotManager.of(model)
+
+
+@pytest.mark.parametrize("make", [fresh, cast, copied])
+def test_so_does_one_while_the_buffers_are_looked_up(make):
+    assert_all_or_nothing(make, CHANGES["hotswap"], most=400)
 
 
 @pytest.fixture

@@ -140,11 +140,11 @@ class Buffers:
                 # As after ``.to()``: others refer to what is gone, too.
                 SlotLayer.generation += 1
             self._forget()
-            self._known = Memory(buffers)
             axis = BY_RANK.get(self._name, 0)
             rows = [buffer.movedim(axis, 0) for buffer in buffers]
             self._buffers = dict(zip(self._layers, rows, strict=True))
             self._homes = homes(self._buffers)
+            self._known = Memory(buffers)  # at last: not if anything above is interrupted
 
 
 def copy_bits(into: Sequence[Bits], values: Sequence[Bits]) -> None:

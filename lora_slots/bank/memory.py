@@ -5,8 +5,6 @@ from __future__ import annotations
 import operator
 from collections.abc import Sequence
 
-import numpy as np
-from numpy.typing import NDArray
 from torch import Tensor
 
 
@@ -27,10 +25,9 @@ class Memory:
         return (
             len(buffers) == len(self.buffers)
             and all(map(operator.is_, buffers, self.buffers))
-            and np.array_equal(_places(buffers), self._places)
+            and _places(buffers) == self._places
         )
 
 
-def _places(buffers: Sequence[Tensor]) -> NDArray[np.uint64]:
-    """Addresses, in one piece: they are compared before every write."""
-    return np.fromiter(map(Tensor.data_ptr, buffers), np.uint64, len(buffers))
+def _places(buffers: Sequence[Tensor]) -> list[int]:
+    return list(map(Tensor.data_ptr, buffers))
