@@ -64,8 +64,8 @@ class Room:
 
     def _rows_missing(self, wanted: Mapping[str, int], gone: Collection[str]) -> int:
         taken = sum(
-            len(self._owned(name))
-            for name in self.roster.entries
+            len(self.rows.get(entry.slot, ()))
+            for name, entry in self.roster.entries.items()
             if name not in wanted and name not in gone
         )
         return taken + sum(wanted.values()) - self.total

@@ -148,3 +148,15 @@ def test_any_order_of_loads_and_unloads_into_several_slots_is_exact(folders, see
             loaded[name] = dice.choice(list(folders.values()))
             manager.load(loaded[name], name)
         assert_exact(manager, model, loaded)
+
+
+def test_an_adapter_that_is_still_in_another_slot_is_not_spare(folders) -> None:
+    manager = SlotManager(toy(), max_rank=8, num_slots=2, cache_bytes=1 << 20)
+    for name in "ab":
+        manager.load(folders[4, 0], name)
+    assert held(manager, 0) is held(manager, 1)
+    manager.load(folders[4, 1], "a")
+    assert manager._bank.take_spare() is None
+    last = held(manager, 1)
+    manager.load(folders[4, 2], "b")
+    assert manager._bank.take_spare() is last

@@ -160,7 +160,11 @@ class Bank:
             changes.get(slot, own) if slot in owned else None for slot, own in enumerate(before)
         )
         self._enter(self._planner.plan(self.state, held, roster))
-        replaced = (own for own in before if own is not None and own not in held)
+        replaced = (
+            was
+            for was, own in zip(before, held, strict=True)
+            if was is not None and own is not was and was not in held
+        )
         # A GPU may still be reading pinned memory; torch's own allocator knows when it is free.
         keeps = bool(changes) and not self.orders
         self._spare = list(itertools.islice(replaced, 1)) if keeps else []

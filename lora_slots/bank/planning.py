@@ -62,9 +62,10 @@ class Planner:
             ArgumentError: A weight times a scaling leaves the range of float32.
         """
         weights = roster.slot_weights
-        for slot, own in enumerate(held):
-            if own is not None:
-                own.check_weight(weights.get(slot, 1.0))
+        for slot, (was, own) in enumerate(zip(old.held, held, strict=True)):
+            weight = weights.get(slot, 1.0)
+            if own is not None and (own is not was or weight != old.weights.get(slot, 1.0)):
+                own.check_weight(weight)
         rows, shown = self._placed(old, held, weights)
         return BankState(
             roster,
@@ -79,11 +80,10 @@ class Planner:
         self, old: BankState, held: Sequence[StagedAdapter | None], weights: Mapping[int, float]
     ) -> tuple[Mapping[int, range], int | None]:
         """The rows that slots own, and how many rows are shown."""
-        if held is old.held and self.buckets is None:
+        changed = [pair for pair in zip(old.held, held, strict=True) if pair[0] is not pair[1]]
+        if self.buckets is None and all(self.need(was) == self.need(own) for was, own in changed):
             return old.rows, None
         needs = {slot: need for slot, own in enumerate(held) if (need := self.need(own))}
-        if self.buckets is None and needs == {s: len(own) for s, own in old.rows.items()}:
-            return old.rows, None
         active = [slot for slot in weights if slot in needs]
         shown = None
         if self.buckets is not None:

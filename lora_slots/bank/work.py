@@ -32,11 +32,12 @@ class Work:
         """Sort the slots by whether anyone may be reading their rows."""
         in_use, used_next = old.weights, new.weights
         changed = []
-        if new.held is not old.held or new.rows is not old.rows:
+        moved = new.rows is not old.rows
+        if new.held is not old.held or moved:
             changed = [
                 slot
                 for slot, (was, own) in enumerate(zip(old.held, new.held, strict=True))
-                if own is not was or new.owned(slot) != old.owned(slot)
+                if own is not was or (moved and new.owned(slot) != old.owned(slot))
             ]
         read = [old.owned(slot) for slot in in_use]
         unused = [slot for slot in changed if slot not in in_use]
