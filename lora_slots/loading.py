@@ -132,9 +132,7 @@ class Loader:
         self._warn_of_other_base(raw.source, adapter.base_model)
         if rank is not None:
             adapter = compress(adapter, rank, self._layout)
-        old = spare()
-        blocks = () if old is None else old.blocks
-        staged = stage(adapter, self._layout, max_rank=self._max_rank, spare=blocks)
+        staged = stage(adapter, self._layout, max_rank=self._max_rank, spare=spare())
         report = _report(adapter, staged)
         outline = None if key is None else Outline.of(raw, adapter, self._layout, staged, report)
         if outline is not None:

@@ -132,7 +132,7 @@ class Roster:
             entry = replace(entry, pinned=bool(pin))
         alone = entry.selected and (activate or not known)
         others = {
-            name: replace(other, selected=False) if alone and other.selected else other
+            name: other.with_selected(False, other.weight) if alone else other
             for name, other in self.entries.items()
         }
         return replace(

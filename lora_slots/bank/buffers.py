@@ -75,18 +75,17 @@ class Buffers:
         if copies.rest:
             self._copy_by_torch(copies.rest, rows, start)
 
-    def zero(self, tails: Sequence[Tail], start: Start) -> None:
+    def zero(self, tails: tuple[Tail, ...], start: Start) -> None:
         """Zero rows of each of these targets, counted from the row that ``start`` says."""
         self._look_up()
-        key = tuple(tails)
-        zeroes = self._zeroes.get(key)
+        zeroes = self._zeroes.get(tails)
         if zeroes is None:
-            zeroes = Zeroes.of(key, self._homes)
-            self._zeroes.put(key, zeroes)
-        into = []
-        for own, rows in zeroes.into:
-            begin = start(own.shape[1])
-            into.append(own[:, begin + rows.start : begin + rows.stop])
+            zeroes = Zeroes.of(tails, self._homes)
+            self._zeroes.put(tails, zeroes)
+        into = [
+            own[:, (begin := start(own.shape[1])) + first : begin + last]
+            for own, first, last in zeroes.into
+        ]
         zero_bits(into)
         torch.autograd.graph.increment_version(zeroes.counted)
         if zeroes.rest:

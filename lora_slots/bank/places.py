@@ -131,13 +131,13 @@ class Zeroes:
     """What zeroes rows of buffers.
 
     Attributes:
-        into: All rows of some buffers of one slab, ``[buffers, rows, width]``, and which of those
-            that a slot owns.
+        into: All rows of some buffers of one slab, ``[buffers, rows, width]``, and of those that a
+            slot owns the first and the last (exclusive).
         counted: Tensors with the version counters of what is zeroed.
         rest: What is left out: not on the host.
     """
 
-    into: Sequence[tuple[Bits, slice]]
+    into: Sequence[tuple[Bits, int, int]]
     counted: Sequence[Tensor]
     rest: Sequence[Tail]
 
@@ -156,7 +156,7 @@ class Zeroes:
         for (slab, first, last), indices in groups.items():
             indices.sort()
             runs = progressions(indices)
-            into += [(slab.rows_of(indices[run]), slice(first, last)) for run in runs]
+            into += [(slab.rows_of(indices[run]), first, last) for run in runs]
             counted += slab.counted(indices)
         return cls(into, counted, rest)
 

@@ -79,7 +79,7 @@ class RowWriter:
                 for buffer, count in zip(buffers, own.counts, strict=True)
             )
             rows[name] = StagedRows(own.targets, tuple(copies))
-        return replace(staged, rows=rows, blocks=(), packing=None)
+        return replace(staged, rows=rows, blocks=())
 
     def _start(self, slot: int, name: str, state: BankState) -> Start:
         """Says which row of a buffer ``name`` is the first that a slot owns."""
@@ -94,13 +94,13 @@ def _begin(slot: int, name: str, state: BankState) -> int | None:
     return state.owned(slot).start if name in BY_RANK else None
 
 
-def _tails(old: StagedRows, new: StagedRows | None) -> list[Tail]:
+def _tails(old: StagedRows, new: StagedRows | None) -> tuple[Tail, ...]:
     """The targets where ``old`` has more rows than ``new``, and from where to where."""
     if new is not None and (old.targets, old.counts) == (new.targets, new.counts):
-        return []
+        return ()
     filled = {} if new is None else dict(zip(new.targets, new.counts, strict=True))
-    return [
+    return tuple(
         (target, filled.get(target, 0), count)
         for target, count in zip(old.targets, old.counts, strict=True)
         if count > filled.get(target, 0)
-    ]
+    )

@@ -20,7 +20,7 @@ from lora_slots.report import LoadReport
 from lora_slots.resolve.resolving import Adapter
 from lora_slots.staging.packing import Packing
 from lora_slots.staging.stage import as_rows, by_buffer
-from lora_slots.staging.staged import Bits, Spare, StagedAdapter, StagedRows
+from lora_slots.staging.staged import Bits, Spare, StagedAdapter, StagedRows, blocks_of
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,10 +57,11 @@ class Outline:
         None where a file with the same header might come to something else. Where a tensor was left
         out, used twice, in part or not as it is, its values may have decided that.
         """
-        tensors, packing = raw.tensors, staged.packing
-        if not isinstance(tensors, MappedTensors) or adapter.skipped or adapter.compressed:
+        tensors, packing = raw.tensors, _packing_of(staged)
+        if not isinstance(tensors, MappedTensors) or packing is None:
             return None
-        assert packing is not None
+        if adapter.skipped or adapter.compressed:
+            return None
         keys = {id(tensor): key for key, tensor in tensors.items()}
         cuts: list[Cut] = []
         slots: list[SlotLayer] = []
@@ -120,9 +121,9 @@ class Outline:
         self, spare: StagedAdapter | None
     ) -> tuple[tuple[Tensor, ...], Mapping[str, StagedRows]]:
         """Blocks to fill, and the rows in them: those of ``spare`` where they are laid out so."""
-        if spare is not None and spare.packing is self._packing:
+        if spare is not None and _packing_of(spare) is self._packing:
             return spare.blocks, spare.rows
-        blocks = self._packing.blocks([] if spare is None else list(spare.blocks))
+        blocks = self._packing.blocks(blocks_of(spare))
         rows = by_buffer(self._packing, self._packing.views(blocks))
         return tuple(blocks), {**self.staged.rows, **rows}
 
@@ -135,3 +136,9 @@ class Outline:
             nbytes=staged.nbytes,
             compressed={},
         )
+
+
+def _packing_of(staged: StagedAdapter) -> Packing | None:
+    """How its low-rank pairs are packed; None if it has none, or is a copy."""
+    rows = staged.rows.get("lora_A")
+    return None if rows is None else rows.packing

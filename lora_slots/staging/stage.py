@@ -22,7 +22,7 @@ from lora_slots.layout import Layout, Target
 from lora_slots.resolve.resolving import Adapter, ModuleUpdate
 from lora_slots.staging.dora import dora_rows
 from lora_slots.staging.packing import Packing, Part
-from lora_slots.staging.staged import StagedAdapter, StagedRows
+from lora_slots.staging.staged import StagedAdapter, StagedRows, blocks_of
 
 # The option of SlotManager that makes a buffer, and what it is for.
 _OPTIONS = {
@@ -34,7 +34,7 @@ _SHOWN = {"dora": "the DoRA magnitude, or a norm for it,"}
 
 
 def stage(
-    adapter: Adapter, layout: Layout, *, max_rank: int, spare: Sequence[Tensor] = ()
+    adapter: Adapter, layout: Layout, *, max_rank: int, spare: StagedAdapter | None = None
 ) -> StagedAdapter:
     """Check an adapter against the buffers it is meant for, and copy it into packed host memory.
 
@@ -42,7 +42,7 @@ def stage(
         adapter: What to stage; its tensors are only read.
         layout: The model's target modules, with slots attached.
         max_rank: The number of rows of a slot.
-        spare: Host memory that may be overwritten and kept, to spare the cost of fresh pages.
+        spare: An adapter whose memory may be overwritten and kept: fresh pages cost more.
 
     Raises:
         RankTooLargeError: A rank is above ``max_rank``.
@@ -61,7 +61,7 @@ def stage(
     with torch.inference_mode(False), torch.no_grad():
         parts, sources = _parts(adapter, layout)
         packing = Packing.of(parts, [rows.shape for rows in sources])
-        unused = list(spare)
+        unused = blocks_of(spare)
         blocks, views = _packed(packing, sources, unused, adapter, layout)
         more, sums = _dora_parts(adapter, layout, parts, views)
         more_packing = Packing.of(more, [rows.shape for rows in sums])
@@ -74,7 +74,6 @@ def stage(
         ranks=tuple(module.rank for module in adapter.modules),
         rows=rows | _scaling_rows(adapter, rows, layout),
         blocks=(*blocks, *more_blocks),
-        packing=packing,
     )
 
 

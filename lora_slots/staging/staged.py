@@ -68,7 +68,6 @@ class StagedAdapter:
             the first columns.
         blocks: The memory that ``lora_A`` and ``lora_B`` share, one flat block per dtype and width;
             none in a copy.
-        packing: Which rows of which block are whose; None in a copy.
     """
 
     source: str
@@ -77,7 +76,6 @@ class StagedAdapter:
     ranks: tuple[int, ...]
     rows: Mapping[str, StagedRows]
     blocks: tuple[Tensor, ...] = ()
-    packing: Packing | None = None
 
     @functools.cached_property
     def rank(self) -> int:
@@ -128,3 +126,8 @@ Spare = Callable[[], StagedAdapter | None]
 def nothing_to_spare() -> StagedAdapter | None:
     """The `Spare` of who has none."""
     return None
+
+
+def blocks_of(spare: StagedAdapter | None) -> list[Tensor]:
+    """The memory that may be overwritten, to be taken out as it is used."""
+    return [] if spare is None else list(spare.blocks)
